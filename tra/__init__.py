@@ -1,0 +1,18 @@
+"""Threshold relative attention: attention that keeps working past its training length."""
+
+from tra.attention import MECHANISMS, Cache, ThresholdRelativeAttention
+from tra.model import SIZES, Decoder, DecoderConfig, sized
+from tra.ops import threshold_relative_attention
+from tra.version import __version__
+
+__all__ = [
+    "MECHANISMS",
+    "SIZES",
+    "Cache",
+    "Decoder",
+    "DecoderConfig",
+    "ThresholdRelativeAttention",
+    "__version__",
+    "sized",
+    "threshold_relative_attention",
+]

@@ -1,0 +1,135 @@
+"""The contract of a mechanism, and everything that all mechanisms share: only the rule differs between them."""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tra.attention.cache import Cache
+from tra.ops.visibility import visible_keys
+
+
+class Attention(nn.Module, ABC):
+    """Multi-head causal self-attention whose rule is a subclass.
+
+    Args:
+        width: width of the input and output.
+        heads: number of query heads; each is ``width // heads`` wide.
+        kv_heads: number of key and value heads (grouped-query attention), ``heads`` by default.
+        dropout: probability of dropping an attention weight in training.
+        qk_norm: normalise each head's query and key to root mean square 1, without a learned scale.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        dropout: float = 0.0,
+        qk_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or width < 1 or width % heads:
+            raise ValueError(f"width must be a multiple of heads ({heads}), got {width}")
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
+        self.dropout, self.qk_norm = dropout, qk_norm
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.output = nn.Linear(width, width)
+
+    @abstractmethod
+    def attend(
+        self,
+        x: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cache: Cache | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> Tensor:
+        """The rule: ``[B, Hq, L, D]`` queries and ``[B, Hkv, L, D]`` keys and values of the new tokens in,
+        ``[B, Hq, L, D]`` out. With a cache it stores what later tokens need. Linear in value."""
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: Cache | None = None,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Map ``[B, L, width]`` to the same shape.
+
+        With a cache, x holds the new tokens only, and ``key_mask`` and ``segment_ids`` ``[B, cached + L]`` cover
+        the cached ones too. ``key_mask`` is False for padding; ``segment_ids`` keeps packed documents apart.
+        """
+        query, key, value = self._project(x)
+        mixed = self.attend(x, query, key, value, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def weights(self, x: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
+        """The attention matrix ``[B, Hq, L, L]``: what the rule makes of an identity matrix as values."""
+        query, key, _ = self._project(x)
+        identity = torch.eye(x.shape[1], dtype=key.dtype, device=key.device)
+        identity = identity.expand(*key.shape[:2], -1, -1)
+        was_training, self.training = self.training, False
+        try:
+            return self.attend(x, query, key, identity, cache=None, key_mask=key_mask, segment_ids=segment_ids)
+        finally:
+            self.training = was_training
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        if self.qk_norm:
+            query = F.rms_norm(query, (self.head_width,))
+            key = F.rms_norm(key, (self.head_width,))
+        return query, key, value
+
+    @property
+    def active_dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+
+def remember(cache: Cache | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of all tokens so far, given those of the new ones."""
+    return tensors if cache is None else cache.append(*tensors)
+
+
+def causal_softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Softmax attention through PyTorch's SDPA; exactly 0 for a query that sees no key."""
+    queries, keys = query.shape[2], key.shape[2]
+    is_causal, visible = False, None
+    if key_mask is None and segment_ids is None and queries == keys:
+        is_causal = True
+    elif key_mask is not None or segment_ids is not None or queries != 1:
+        visible = visible_keys(queries, keys, key_mask, segment_ids, query.device)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=visible,
+        dropout_p=dropout,
+        is_causal=is_causal,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )

@@ -1,0 +1,49 @@
+"""What one attention layer remembers of earlier tokens."""
+
+import torch
+from torch import Tensor
+
+
+class Cache:
+    """Grows along the length dimension in amortised constant time per token.
+
+    A mechanism decides what it stores: tensors ``[B, H, L, ...]``, always the same ones in the same order.
+
+    Example:
+        >>> cache = Cache()
+        >>> key, value = cache.append(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8))
+        >>> key, value = cache.append(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
+        >>> key.shape, len(cache)
+        (torch.Size([1, 2, 6, 8]), 6)
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store the new tokens and return all tokens so far, one tensor per argument (views, not copies)."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
+            raise ValueError("cache is for inference: call the model under torch.no_grad() or inference_mode()")
+        if self._buffers and new[0].shape[0] != self._buffers[0].shape[0]:
+            raise ValueError(
+                f"cache holds a batch of {self._buffers[0].shape[0]}, got new tokens for a batch of {new[0].shape[0]}"
+            )
+        length = self._length + new[0].shape[2]
+        self._reserve(length, new)
+        for buffer, tensor in zip(self._buffers, new, strict=True):
+            buffer[:, :, self._length : length] = tensor
+        self._length = length
+        return tuple(buffer[:, :, :length] for buffer in self._buffers)
+
+    def _reserve(self, length: int, like: tuple[Tensor, ...]) -> None:
+        if self._buffers and self._buffers[0].shape[2] >= length:
+            return
+        capacity = length if not self._buffers else max(length, 2 * self._buffers[0].shape[2])
+        old = self._buffers or [tensor[:, :, :0] for tensor in like]
+        self._buffers = [tensor.new_empty(*tensor.shape[:2], capacity, *tensor.shape[3:]) for tensor in like]
+        for buffer, stored in zip(self._buffers, old, strict=True):
+            buffer[:, :, : self._length] = stored[:, :, : self._length]

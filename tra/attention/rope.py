@@ -1,0 +1,59 @@
+"""RoPE: rotary position embedding (Su et al. 2021, arXiv 2104.09864) on PyTorch's SDPA."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tra.attention.base import Attention, causal_softmax_attention, remember
+from tra.attention.cache import Cache
+
+
+class RotaryAttention(Attention):
+    """Softmax attention whose queries and keys are rotated by an angle that grows with their position.
+
+    Takes the arguments of :class:`~tra.attention.base.Attention`, and ``theta``, the base of the wavelengths.
+    """
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int | None = None, *, theta: float = 500_000.0, **shared: Any
+    ) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        if self.head_width % 2:
+            raise ValueError(f"width // heads must be even for RoPE, got {self.head_width}")
+        self.theta = theta
+
+    def attend(
+        self,
+        x: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cache: Cache | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> Tensor:
+        start = 0 if cache is None else len(cache)
+        angle = rotation_angles(start, start + x.shape[1], self.head_width, self.theta, x.device)
+        query, key = rotate(query, angle), rotate(key, angle)
+        key, value = remember(cache, key, value)
+        return causal_softmax_attention(
+            query, key, value, key_mask=key_mask, segment_ids=segment_ids, dropout=self.active_dropout
+        )
+
+
+def rotation_angles(start: int, stop: int, width: int, theta: float, device: torch.device) -> Tensor:
+    """The angle ``[stop - start, width // 2]`` of each position and frequency, in float64: in float32 an angle
+    at position 100,000 is off by more than 0.001."""
+    frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
+    return torch.arange(start, stop, device=device, dtype=torch.float64)[:, None] * frequency
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + D/2}) of ``[..., L, D]``, computing in at least float32."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
+    first, second = x.to(dtype).chunk(2, dim=-1)
+    rotated = torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
+    return rotated.to(x.dtype)

@@ -1,0 +1,71 @@
+"""TRA: threshold relative attention (Opper et al., TMLR 2025, arXiv 2503.23174)."""
+
+import math
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tra.attention.base import Attention, remember
+from tra.attention.cache import Cache
+from tra.ops import threshold_relative_attention
+
+
+class ThresholdRelativeAttention(Attention):
+    """Attention over the keys that pass a threshold, with distance counted among those keys.
+
+    Takes the arguments of :class:`~tra.attention.base.Attention`, and:
+
+    Args:
+        threshold: a key is kept when its score is greater.
+        tolerance: certified error allowed for stopping early; None means float32 rounding.
+        impl: which implementation of the operator to use.
+
+    Example:
+        >>> attention = ThresholdRelativeAttention(width=64, heads=4)
+        >>> attention(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        threshold: float = 0.0,
+        tolerance: float | None = None,
+        impl: str = "auto",
+        **shared: Any,
+    ) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
+        self.gate = nn.Linear(width, heads)
+
+    def attend(
+        self,
+        x: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cache: Cache | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> Tensor:
+        log_gate = F.logsigmoid(self.gate(x)).transpose(1, 2)
+        key, value = remember(cache, key, value)
+        return threshold_relative_attention(
+            query,
+            key,
+            value,
+            log_gate,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+            threshold=self.threshold,
+            dropout=self.active_dropout,
+            tolerance=self.tolerance,
+            # Vectors of root mean square 1 have norm sqrt(D), so no score exceeds sqrt(D).
+            score_bound=math.sqrt(self.head_width) if self.qk_norm else None,
+            impl=self.impl,
+        )

@@ -1,0 +1,131 @@
+"""Checkpoints: safetensors and JSON in a folder that appears whole or not at all. Nothing is ever unpickled.
+
+checkpoints/step-00000100/model.safetensors, optimizer.safetensors, state.json (step, digests)
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tra.errors import RunError
+from tra.files import sync, write_whole
+
+FORMAT = 1
+STATE = "state.json"
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    step: int
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors saved under a name, on the CPU."""
+        return load_file(self.path / f"{name}.safetensors")
+
+
+def save(folder: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], keep: int) -> Checkpoint:
+    """Write a checkpoint of named parts, then remove all but the newest ``keep``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_partial(folder)
+    final = folder / f"step-{step:08d}"
+    aside = folder / f"{final.name}{PARTIAL}"
+    try:
+        aside.mkdir()
+        digests = {}
+        for name, tensors in parts.items():
+            file = aside / f"{name}.safetensors"
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+            sync(file)
+            digests[file.name] = _digest(file)
+        write_whole(aside / STATE, json.dumps({"format": FORMAT, "step": step, "files": digests}, indent=2) + "\n")
+        sync(aside)
+        if final.exists():
+            _remove(final)
+        os.rename(aside, final)
+        sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise RunError(
+            f"could not write the checkpoint of step {step} to {folder}: {error}; {describe_last(folder)}"
+        ) from error
+    for old in _step_folders(folder)[keep:]:
+        _remove(old)
+    return Checkpoint(final, step)
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint whose files are all intact, warning about each damaged one passed over."""
+    for path in _step_folders(folder):
+        try:
+            return _verified(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warnings.warn(f"checkpoint {path} is damaged ({error}): using the one before", stacklevel=2)
+    return None
+
+
+def describe_last(folder: Path) -> str:
+    """For messages: which checkpoint a run can go on from."""
+    steps = _step_folders(folder)
+    return f"the last good checkpoint is {steps[0]}" if steps else "there is no earlier checkpoint"
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed process left half-written."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state under names such as ``exp_avg/blocks.0.mlp.expand.weight``."""
+    return {
+        f"{kind}/{name}": tensor
+        for name, parameter in model.named_parameters()
+        for kind, tensor in optimizer.state[parameter].items()
+    }
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for key, tensor in tensors.items():
+        kind, name = key.split("/", 1)
+        parameter = parameters[name]
+        optimizer.state[parameter][kind] = tensor.to(parameter.device)
+
+
+def _verified(path: Path) -> Checkpoint:
+    state = json.loads((path / STATE).read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"its format is {state['format']}, expected {FORMAT}")
+    for name, digest in state["files"].items():
+        if _digest(path / name) != digest:
+            raise ValueError(f"{name} does not match its digest")
+    return Checkpoint(path, int(state["step"]))
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """Newest first."""
+    return sorted((path for path in folder.glob("step-*") if path.suffix != PARTIAL), reverse=True)
+
+
+def _remove(path: Path) -> None:
+    """Rename before deleting, so that a kill in between leaves no damaged checkpoint under its name."""
+    doomed = path.with_name(f"{path.name}.old{PARTIAL}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

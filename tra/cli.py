@@ -1,0 +1,229 @@
+"""The command line: `tra demo`, `tra train`, `tra evaluate`, `tra list`."""
+
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import tra
+from tra.errors import Interrupted, RunError
+from tra.lookup import lookup
+from tra.recipes import RECIPES, Evaluation, Recipe
+
+DESCRIPTIONS = {
+    "demo": "Train TRA and RoPE on flip-flop and compare them past the training length (about a minute or two).",
+    "train": "Train a recipe: tra train RECIPE [options], or go on with tra train --resume RUN.",
+    "evaluate": "Measure a trained run on its recipe's sets, or on others.",
+    "list": "List recipes, attention mechanisms, tasks and model sizes.",
+}
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train TRA and RoPE on 64-token flip-flop, evaluate both at up to 4,096 tokens, write table and figures."""
+
+    output: Path | None = None
+    """Folder to write; a new one under runs/ by default."""
+    seed: int = 0
+    attention: tuple[str, ...] = ("tra", "rope")
+    """Mechanisms to compare."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a recipe. Options override what the recipe says."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    output: Path | None = None
+    """Run folder; runs/RECIPE-ATTENTION-SEED by default."""
+    tensorboard: bool = False
+    """Also write TensorBoard events to the run folder."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on with an interrupted run."""
+
+    resume: Path
+    """The run folder."""
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure a trained run: full-sequence exact match on named, fixed sets."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run folder."""
+    sets: tuple[str, ...] = ()
+    """Names of evaluation sets; those of the recipe by default."""
+    lengths: tuple[int, ...] = ()
+    """Lengths in tokens; those of the recipe by default."""
+    examples: int | None = None
+    """Sequences per set; as many as the recipe says by default, else 100."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class List:
+    """List recipes, attention mechanisms, tasks and model sizes."""
+
+    json: bool = False
+    """Print JSON."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code: 2 for a wrong argument, 1 for a failure, 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    warnings.showwarning = lambda message, *_, **__: print(f"tra: warning: {message}", file=sys.stderr)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: tra COMMAND [options]   (tra COMMAND --help says more)\n")
+        print("\n".join(f"  {name:<10} {text}" for name, text in DESCRIPTIONS.items()))
+        return 0
+    if arguments[0] == "--version":
+        print(f"tra {tra.__version__}")
+        return 0
+    # Importing the training stack takes seconds; a misspelt command should not wait for it.
+    commands = {"demo": _demo, "train": _train, "evaluate": _evaluate, "list": _list}
+    try:
+        command = lookup(commands, arguments[0], "command")
+        return command(arguments[1:])
+    except ValueError as error:
+        print(f"tra: error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, RunError) as error:
+        print(f"tra: error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"tra: error: {error}: pip install 'threshold-relative-attention[hub]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as stop:
+        print(f"tra: {stop or 'stopped'}", file=sys.stderr)
+        return 130
+
+
+def _demo(arguments: list[str]) -> int:
+    options = tyro.cli(Demo, args=arguments, prog="tra demo")
+    from tra.attention import MECHANISMS
+    from tra.demo import demonstrate
+
+    for name in options.attention:
+        lookup(MECHANISMS, name, "attention")
+    folder = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    console = _console()
+    content = demonstrate(folder, options.seed, options.attention, console)
+    console.print((folder / "table.md").read_text(), markup=False, highlight=False)
+    console.print(f"{content['seconds']:.0f} s. Results, table and figures are in")
+    print(folder)
+    return 0
+
+
+def _train(arguments: list[str]) -> int:
+    if arguments and not arguments[0].startswith("-"):
+        recipe = lookup(RECIPES, arguments[0], "recipe")()
+        options = tyro.cli(Train, args=arguments[1:], default=Train(recipe), prog=f"tra train {arguments[0]}")
+        recipe, tensorboard = options.recipe, options.tensorboard
+        folder = options.output or Path("runs") / f"{recipe.name}-{recipe.model.attention}-{recipe.seed}"
+        if (folder / "recipe.json").exists() and _is_first_process():
+            raise ValueError(f"output {folder} already holds a run: go on with it by tra train --resume {folder}")
+    elif "--resume" in arguments:
+        from tra.runs import load_recipe
+
+        resume = tyro.cli(Resume, args=arguments, prog="tra train")
+        folder, tensorboard = resume.resume, resume.tensorboard
+        recipe = load_recipe(folder)
+    else:
+        print(f"usage: tra train RECIPE [options] | tra train --resume RUN\nrecipes: {', '.join(RECIPES)}")
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+
+    from tra.evaluation import evaluate_all
+    from tra.report import environment, write_json
+    from tra.training import train
+
+    console = _console()
+    try:
+        model = train(recipe, folder, console=console, tensorboard=tensorboard)
+    except Interrupted as stop:
+        raise Interrupted(f"{stop}; go on with: tra train --resume {folder}") from None
+    if _is_first_process():
+        results = evaluate_all(model, recipe, recipe.evaluations, console)
+        write_json(folder / "results.json", {"environment": environment(), "results": results})
+        print(folder)
+    return 0
+
+
+def _evaluate(arguments: list[str]) -> int:
+    options = tyro.cli(Evaluate, args=arguments, prog="tra evaluate")
+    from tra.evaluation import evaluate_all
+    from tra.report import environment, exact_match_table, write_json
+    from tra.runs import load_model, load_recipe
+
+    recipe = load_recipe(options.run)
+    evaluations = recipe.evaluations
+    custom = bool(options.sets or options.lengths or options.examples)
+    if custom:
+        known = {(entry.name, entry.length): entry.examples for entry in evaluations}
+        names = options.sets or tuple(dict.fromkeys(entry.name for entry in evaluations))
+        lengths = options.lengths or tuple(dict.fromkeys(entry.length for entry in evaluations))
+        evaluations = tuple(
+            Evaluation(name, length, options.examples or known.get((name, length), 100))
+            for length in lengths
+            for name in names
+        )
+    if not evaluations:
+        raise ValueError(f"sets and lengths must be given: the recipe of {options.run} names none")
+    console = Console(quiet=True) if options.json else _console()
+    results = evaluate_all(load_model(options.run), recipe, evaluations, console)
+    content = {"environment": environment(), "results": results}
+    if not custom:
+        write_json(options.run / "results.json", content)
+    if options.json:
+        print(json.dumps(content, indent=2))
+    else:
+        print(exact_match_table({recipe.model.attention: results}), end="")
+    return 0
+
+
+def _list(arguments: list[str]) -> int:
+    options = tyro.cli(List, args=arguments, prog="tra list")
+    from tra.attention import MECHANISMS
+    from tra.model import SIZES
+    from tra.tasks import TASKS
+
+    def first_line(thing: object) -> str:
+        return (thing.__doc__ or "").strip().splitlines()[0]
+
+    content = {
+        "recipes": {name: first_line(recipe) for name, recipe in RECIPES.items()},
+        "attention": {name: first_line(mechanism) for name, mechanism in MECHANISMS.items()},
+        "tasks": {name: first_line(sys.modules[type(task).__module__]) for name, task in TASKS.items()},
+        "sizes": {
+            name: f"{size.layers} layers, {size.heads} heads, width {size.width}" for name, size in SIZES.items()
+        },
+    }
+    if options.json:
+        print(json.dumps(content, indent=2))
+        return 0
+    for kind, entries in content.items():
+        table = Table("name", "what", title=kind, title_justify="left", title_style="bold")
+        for name, text in entries.items():
+            table.add_row(name, text)
+        Console().print(table)
+    return 0
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True)

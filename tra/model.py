@@ -1,0 +1,160 @@
+"""The decoder of the paper: embedding, blocks of attention and SwiGLU, norm, output head."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tra.attention import MECHANISMS, Cache
+from tra.lookup import lookup
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that determines a decoder."""
+
+    vocabulary: int
+    """Number of tokens."""
+    layers: int = 4
+    heads: int = 4
+    width: int = 256
+    kv_heads: int | None = None
+    """Key and value heads shared by groups of query heads; as many as heads by default."""
+    attention: str = "tra"
+    """Name of the mechanism."""
+    qk_norm: bool = True
+    """Normalise queries and keys per head, whatever the mechanism."""
+    dropout: float = 0.01
+    """On the embedding, the attention weights and the hidden units of the MLP."""
+    residual: Literal["normalised", "pre_norm"] = "normalised"
+    """Add each layer to the normalised stream (the authors' code) or to the stream itself (ordinary pre-norm)."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "heads", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.residual not in ("normalised", "pre_norm"):
+            raise ValueError(f"residual must be 'normalised' or 'pre_norm', got {self.residual!r}")
+        lookup(MECHANISMS, self.attention, "attention")
+
+
+SIZES = {
+    "mini": DecoderConfig(vocabulary=6, layers=4, heads=4, width=256),
+    "medium": DecoderConfig(vocabulary=50257, layers=8, heads=8, width=512),
+}
+
+
+def sized(size: str, **changes: Any) -> DecoderConfig:
+    """A named size with changes, e.g. ``sized("mini", attention="rope")``."""
+    return replace(lookup(SIZES, size, "size"), **changes)
+
+
+class MLP(nn.Module):
+    """SwiGLU: one projection gives values and gates."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.expand(x).chunk(2, dim=-1)
+        return self.contract(self.dropout(value * F.silu(gate)))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each behind a norm."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        mechanism = lookup(MECHANISMS, config.attention, "attention")
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention = mechanism(
+            config.width, config.heads, config.kv_heads, dropout=config.dropout, qk_norm=config.qk_norm
+        )
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.mlp = MLP(config.width, config.dropout)
+        self.adds_to_normalised = config.residual == "normalised"
+
+    def forward(self, x: Tensor, cache: Cache | None, key_mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+        normed = self.attention_norm(x)
+        x = normed if self.adds_to_normalised else x
+        x = x + self.attention(normed, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        normed = self.mlp_norm(x)
+        x = normed if self.adds_to_normalised else x
+        return x + self.mlp(normed)
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer whose attention mechanism is named in its config.
+
+    Example:
+        >>> model = Decoder(sized("mini", attention="tra"))
+        >>> model(torch.randint(6, (2, 10))).shape
+        torch.Size([2, 10, 6])
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        nn.init.uniform_(self.embedding.weight, -0.01, 0.01)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def new_cache(self) -> list[Cache]:
+        """An empty cache for this model: one per layer."""
+        return [Cache() for _ in self.blocks]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cache: list[Cache] | None = None,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits ``[B, L, vocabulary]`` of the token after each of ``tokens [B, L]``.
+
+        With a cache, tokens are the new ones only; ``key_mask`` and ``segment_ids`` ``[B, cached + L]`` cover all.
+        """
+        return self.head(self.hidden(tokens, cache=cache, key_mask=key_mask, segment_ids=segment_ids))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: list[Cache] | None = None,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The normalised stream ``[B, L, width]`` that the output head reads."""
+        x = self.dropout(self.embedding(tokens))
+        caches = [None] * len(self.blocks) if cache is None else cache
+        for block, layer_cache in zip(self.blocks, caches, strict=True):
+            x = block(x, layer_cache, key_mask, segment_ids)
+        return self.norm(x)
+
+    def attention_weights(self, tokens: Tensor) -> list[Tensor]:
+        """The attention matrix ``[B, heads, L, L]`` of each layer, exactly 0 where a key has no part."""
+        found: list[Tensor] = []
+        handles = [
+            block.attention.register_forward_pre_hook(
+                lambda attention, args, kwargs: found.append(
+                    attention.weights(args[0], key_mask=kwargs["key_mask"], segment_ids=kwargs["segment_ids"])
+                ),
+                with_kwargs=True,
+            )
+            for block in self.blocks
+        ]
+        try:
+            self(tokens)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found

@@ -1,0 +1,5 @@
+"""Operators: attention rules as functions of tensors, registered with PyTorch."""
+
+from tra.ops.threshold_relative import threshold_relative_attention
+
+__all__ = ["threshold_relative_attention"]

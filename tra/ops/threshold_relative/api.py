@@ -1,0 +1,176 @@
+"""The public function: every check on its arguments, and the choice of an implementation."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tra.lookup import lookup
+from tra.ops.threshold_relative.op import IMPLEMENTATIONS, forward_op
+
+
+def threshold_relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_gate: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    scale: float | None = None,
+    threshold: float = 0.0,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    score_bound: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Causal attention over the keys whose score passes a threshold, with distance counted among those keys.
+
+    For query i and key j of one head::
+
+        s_ij    = scale * query_i . key_j
+        keep_ij = key j is visible to query i, and s_ij > threshold
+        c_ij    = number of kept keys from j up to i, j itself included
+        out_i   = sum_j softmax over kept j (s_ij + log_gate_i * c_ij) value_j
+
+    A query that keeps no key gets exactly 0. Gradients flow through s, log_gate and value; keep and c are
+    piecewise constant. The last query is aligned with the last key: ``Lq < Lk`` is decoding with a cache.
+
+    Args:
+        query: ``[B, Hq, Lq, D]``.
+        key: ``[B, Hkv, Lk, D]``, Hq a multiple of Hkv: query head h reads key head ``h // (Hq / Hkv)``.
+        value: ``[B, Hkv, Lk, Dv]``.
+        log_gate: ``[B, Hq, Lq]``, finite and never positive.
+        key_mask: ``[B, Lk]`` boolean, False for padding, which is never attended and never counted.
+        segment_ids: ``[B, Lk]`` integers; a query sees only keys of its own segment (packed documents).
+        scale: factor on the scores, ``1 / sqrt(D)`` by default.
+        threshold: a key is kept when its score is greater.
+        dropout: probability of dropping a weight, in [0, 1). The mask comes from PyTorch's generator.
+        tolerance: largest error allowed in exchange for stopping early, relative to the largest value.
+            None means rounding of float32, 0.0 visits every key. The reference always visits every key.
+        score_bound: a bound on the absolute scores that the caller vouches for; None computes one where an
+            implementation needs it.
+        impl: "auto" or the name of an implementation, which is then used or refused, never replaced.
+
+    Returns:
+        ``[B, Hq, Lq, Dv]`` in the dtype of query. A NaN or infinity in a query or gate makes that row NaN, one
+        in a value makes the rows that keep its key NaN, and a key that holds one is treated as padding.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind(0)
+        >>> log_gate = torch.nn.functional.logsigmoid(torch.randn(2, 4, 16))
+        >>> threshold_relative_attention(q, k, v, log_gate).shape
+        torch.Size([2, 4, 16, 8])
+    """
+    query, key, value = _apply_autocast(query, key, value)
+    _check_tensors(query, key, value, log_gate)
+    _check_masks(key, key_mask, segment_ids)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[3])
+    _check_options(scale, threshold, dropout, tolerance, score_bound)
+    name = "reference" if impl == "auto" else impl
+    lookup(IMPLEMENTATIONS, name, "impl")
+
+    seed = None
+    if dropout > 0.0:
+        seed = torch.randint(2**62, (1,), device=query.device)
+    out, _ = forward_op(
+        query,
+        key,
+        value,
+        log_gate,
+        key_mask,
+        segment_ids,
+        seed,
+        float(scale),
+        float(threshold),
+        float(dropout),
+        name,
+    )
+    return out
+
+
+def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast take its dtype, as PyTorch's own attention does; the gate keeps its precision."""
+    if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (
+        x.to(dtype) if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
+        for x in (query, key, value)
+    )
+    return query, key, value
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> None:
+    for name, tensor, dims in (
+        ("query", query, "[B, Hq, Lq, D]"),
+        ("key", key, "[B, Hkv, Lk, D]"),
+        ("value", value, "[B, Hkv, Lk, Dv]"),
+        ("log_gate", log_gate, "[B, Hq, Lq]"),
+    ):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor {dims}, got {type(tensor).__name__}")
+        if tensor.dim() != dims.count(",") + 1:
+            raise ValueError(f"{name} must have the dimensions {dims}, got shape {_shape(tensor)}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
+        if tensor.dtype != query.dtype and name != "log_gate":
+            raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
+
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    if width < 1:
+        raise ValueError(f"query must have a width D of at least 1, got shape {_shape(query)}")
+    if key.shape[0] != batch or key.shape[3] != width:
+        raise ValueError(f"key must have the batch size {batch} and width {width} of query, got shape {_shape(key)}")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value must match key in [B, Hkv, Lk] = {_shape(key)[:3]}, got shape {_shape(value)}")
+    if key_heads < 1 or heads < 1 or heads % key_heads:
+        raise ValueError(f"query must have a multiple of the {key_heads} heads of key, got {heads} heads")
+    if queries > keys:
+        raise ValueError(f"query must not be longer than key ({keys}), got {queries} queries")
+    if log_gate.shape != query.shape[:3]:
+        raise ValueError(f"log_gate must have the shape {_shape(query)[:3]} of query, got {_shape(log_gate)}")
+    # Reading the data is free on a CPU only, and impossible while tracing.
+    if log_gate.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_gate > 0).any()):
+        raise ValueError(f"log_gate must never be positive, got a maximum of {log_gate.max().item():g}")
+
+
+def _check_masks(key: Tensor, key_mask: Tensor | None, segment_ids: Tensor | None) -> None:
+    shape = (key.shape[0], key.shape[2])
+    for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids)):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"{name} must be a tensor [B, Lk], got {type(mask).__name__}")
+        if mask.shape != shape:
+            raise ValueError(f"{name} must have the shape [B, Lk] = {list(shape)}, got {_shape(mask)}")
+        if mask.device != key.device:
+            raise ValueError(f"{name} must be on the device of query, {key.device}, got {mask.device}")
+    if key_mask is not None and key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask must be boolean, got {key_mask.dtype}")
+    if segment_ids is not None and segment_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"segment_ids must be int32 or int64, got {segment_ids.dtype}")
+
+
+def _check_options(
+    scale: float, threshold: float, dropout: float, tolerance: float | None, score_bound: float | None
+) -> None:
+    # Comparisons, not math.isfinite: under torch.compile a number may be symbolic.
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number, got {scale!r}")
+    if not -math.inf < threshold < math.inf:
+        raise ValueError(f"threshold must be a finite number, got {threshold!r}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
+    if tolerance is not None and not 0.0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be None or a number of at least 0, got {tolerance!r}")
+    if score_bound is not None and not 0.0 < score_bound < math.inf:
+        raise ValueError(f"score_bound must be None or a positive number, got {score_bound!r}")
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

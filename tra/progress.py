@@ -1,0 +1,69 @@
+"""Showing progress: a live bar on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+Update = Callable[..., None]
+
+
+@contextmanager
+def progress(console: Console, description: str, total: int, unit: str) -> Iterator[Update]:
+    """Yield ``update(done, **numbers)``, which shows how far the work is and the numbers given."""
+    if console.is_terminal:
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        ) as bar:
+            task = bar.add_task(description, total=total, numbers="")
+            clock = _Clock()
+
+            def update(done: int, **numbers: float) -> None:
+                bar.update(task, completed=done, numbers=_format(numbers, clock.speed(done), unit))
+
+            yield update
+    else:
+        clock = _Clock()
+        shown = time.monotonic()
+
+        def update(done: int, **numbers: float) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if now - shown < SECONDS_BETWEEN_LINES and done < total:
+                return
+            shown = now
+            speed = clock.speed(done)
+            left = f", {(total - done) / speed:.0f} s left" if speed > 0 else ""
+            console.print(f"{description}: {unit} {done}/{total}, {_format(numbers, speed, unit)}{left}")
+
+        yield update
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.first: tuple[int, float] | None = None
+
+    def speed(self, done: int) -> float:
+        """Units per second since the first call."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = (done, now)
+        count, start = self.first
+        return (done - count) / (now - start) if now > start else 0.0
+
+
+def _format(numbers: dict[str, float], speed: float, unit: str) -> str:
+    shown = [f"{name} {value:.4g}" for name, value in numbers.items()]
+    if speed > 0:
+        shown.append(f"{speed:.3g} {unit}s/s")
+    return ", ".join(shown)

@@ -1,0 +1,79 @@
+"""The contract of a task."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tra.lookup import lookup
+
+CHUNK = 64
+"""Sequences drawn from one generator in an evaluation set."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences, and which of their tokens must be predicted."""
+
+    tokens: Tensor
+    """``[B, L]`` integers."""
+    counted: Tensor
+    """``[B, L]`` boolean: True where the token enters loss and metric."""
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def __getitem__(self, rows: slice | Tensor) -> "Batch":
+        return Batch(self.tokens[rows], self.counted[rows])
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.tokens.to(device, torch.int64), self.counted.to(device))
+
+
+class Task(ABC):
+    """A distribution over sequences of any length, with named variations of it for evaluation."""
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    """Raised whenever the same generator would give other sequences."""
+    symbols: ClassVar[Sequence[str]]
+    """The vocabulary: token i is written as ``symbols[i]``."""
+
+    @abstractmethod
+    def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
+        """Draw a batch of sequences of the given length in tokens."""
+
+    @abstractmethod
+    def evaluation_sets(self) -> Mapping[str, "Task"]:
+        """The named evaluation sets, each as the task to draw it from."""
+
+    def evaluation_batches(self, name: str, length: int, examples: int, batch: int) -> Iterator[Batch]:
+        """The first ``examples`` sequences of a named set, which depends on the name and length alone."""
+        if examples < 1:
+            raise ValueError(f"examples must be at least 1, got {examples}")
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, got {batch}")
+        task = lookup(self.evaluation_sets(), name, "evaluation set")
+        for start in range(0, examples, CHUNK):
+            rng = seeded(self.name, self.version, "evaluation", name, length, start)
+            chunk = task.sample(rng, CHUNK, length)[: examples - start]
+            for first in range(0, len(chunk), batch):
+                yield chunk[first : first + batch]
+
+    def text(self, tokens: Tensor) -> str:
+        """One sequence ``[L]`` written out."""
+        return "".join(self.symbols[token] for token in tokens.tolist())
+
+
+def seeded(*key: object) -> torch.Generator:
+    """A CPU generator whose stream depends on the key alone."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+def seed_of(*key: object) -> int:
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

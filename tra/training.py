@@ -1,0 +1,279 @@
+"""Training a recipe: every step is a function of the recipe and the step's number, so a killed run resumes exactly."""
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+from rich.console import Console
+from torch import Tensor
+
+from tra import checkpoint
+from tra.errors import Interrupted, RunError
+from tra.files import write_whole
+from tra.lookup import lookup
+from tra.model import Decoder
+from tra.progress import progress
+from tra.recipes import Recipe
+from tra.tasks import TASKS, Batch
+from tra.tasks.base import seed_of, seeded
+from tra.tasks.flip_flop import load_published
+
+
+def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tensorboard: bool = False) -> Decoder:
+    """Train a recipe in a run folder, going on from its last checkpoint if there is one, and return the model.
+
+    The folder holds ``recipe.json``, ``metrics.jsonl`` (the same bytes however often the run was interrupted),
+    ``speed.jsonl`` and ``checkpoints/``. Under ``torchrun`` or ``accelerate launch`` every process calls this.
+    """
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=recipe.precision,
+        log_with="tensorboard" if tensorboard else None,
+        project_dir=folder,
+    )
+    console = console or Console()
+    if recipe.batch % (accelerator.num_processes * recipe.accumulate):
+        raise ValueError(
+            f"batch must be a multiple of processes x accumulate = "
+            f"{accelerator.num_processes} x {recipe.accumulate}, got {recipe.batch}"
+        )
+    with _claimed(folder, recipe) if accelerator.is_main_process else nullcontext():
+        return _Run(recipe, folder, accelerator, console, tensorboard).train()
+
+
+class _Run:
+    def __init__(
+        self, recipe: Recipe, folder: Path, accelerator: Accelerator, console: Console, tensorboard: bool
+    ) -> None:
+        self.recipe, self.folder, self.accelerator = recipe, folder, accelerator
+        self.console = console if accelerator.is_main_process else Console(quiet=True)
+        self.checkpoints = folder / "checkpoints"
+        torch.manual_seed(seed_of("weights", recipe.seed))
+        self.model = Decoder(recipe.model)
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
+        )
+        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.batch_of_step = training_batches(recipe)
+        if tensorboard:
+            accelerator.init_trackers("tensorboard")
+
+    def train(self) -> Decoder:
+        recipe, accelerator = self.recipe, self.accelerator
+        first = self._resume()
+        self.wrapped.train()
+        with (
+            _stop_requested() as stop_requested,
+            _Log(self.folder / "metrics.jsonl", first, accelerator.is_main_process) as metrics,
+            _Log(self.folder / "speed.jsonl", first, accelerator.is_main_process) as speed,
+            progress(self.console, f"{recipe.name} ({recipe.model.attention})", recipe.steps, "step") as update,
+        ):
+            started, since = time.monotonic(), first
+            for step in range(first, recipe.steps):
+                mine = self._part_of(self.batch_of_step(step))
+                # Every process must stop at the same step, so the wish to stop travels with the count.
+                here = torch.tensor([mine.counted[:, 1:].sum(), stop_requested()], device=accelerator.device)
+                counted, stops = accelerator.reduce(here, "sum").tolist()
+                if stops:
+                    self._save(step)
+                    raise Interrupted(f"stopped after {step} of {recipe.steps} steps and saved a checkpoint")
+                loss, norm = self._step(step, mine, counted)
+                done = step + 1
+                if done % recipe.log_every == 0 or done == recipe.steps:
+                    entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": self._rate(step)}
+                    metrics.write(entry)
+                    now = time.monotonic()
+                    tokens = (done - since) * recipe.batch * recipe.length
+                    speed.write({"step": done, "tokens_per_second": tokens / max(now - started, 1e-9)})
+                    started, since = now, done
+                    accelerator.log(entry, step=done)
+                update(done, loss=loss)
+                if done % recipe.checkpoint_every == 0 or done == recipe.steps:
+                    self._save(done)
+        accelerator.end_training()
+        return self.model
+
+    def _step(self, step: int, mine: Batch, counted: int) -> tuple[float, float]:
+        """One update; returns the loss over the whole batch and the norm of its gradient."""
+        recipe, accelerator = self.recipe, self.accelerator
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(step)
+        # Dropout depends on the step alone, not on what was drawn before it: nothing to save, nothing to restore.
+        torch.manual_seed(seed_of("dropout", recipe.seed, step, accelerator.process_index))
+        total = torch.zeros((), device=accelerator.device)
+        rows = len(mine) // recipe.accumulate
+        for piece in range(recipe.accumulate):
+            last = piece == recipe.accumulate - 1
+            with nullcontext() if last else accelerator.no_sync(self.wrapped):
+                summed = summed_loss(self.wrapped, mine[piece * rows : (piece + 1) * rows])
+                # Processes average their gradients; divided so, the average is that of one process with the batch.
+                accelerator.backward(summed * (accelerator.num_processes / counted))
+            total += summed.detach()
+        loss = accelerator.reduce(total, "sum").item() / counted
+        if not math.isfinite(loss):
+            raise RunError(
+                f"the loss is {loss} at step {step + 1}; {checkpoint.describe_last(self.checkpoints)}. "
+                f"A lower learning rate (now {self._rate(step):.3g}) or a smaller clip ({recipe.clip:g}) may help"
+            )
+        norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, float(norm)
+
+    def _rate(self, step: int) -> float:
+        return self.recipe.learning_rate * schedule(step, self.recipe.steps, self.recipe.warmup)
+
+    def _part_of(self, batch: Batch) -> Batch:
+        size = len(batch) // self.accelerator.num_processes
+        first = self.accelerator.process_index * size
+        return batch[first : first + size].to(self.accelerator.device)
+
+    def _resume(self) -> int:
+        if self.accelerator.is_main_process:
+            checkpoint.remove_partial(self.checkpoints)
+        self.accelerator.wait_for_everyone()
+        found = checkpoint.latest(self.checkpoints)
+        if found is None:
+            return 0
+        self.model.load_state_dict(found.tensors("model"))
+        checkpoint.restore_optimizer(self.model, self.optimizer.optimizer, found.tensors("optimizer"))
+        self.console.print(f"going on from {found.path}")
+        return found.step
+
+    def _save(self, step: int) -> None:
+        if self.accelerator.is_main_process and step > 0:
+            parts = {
+                "model": self.model.state_dict(),
+                "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer.optimizer),
+            }
+            checkpoint.save(self.checkpoints, step, parts, self.recipe.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Factor on the learning rate: linear up over the first share of the steps, then a cosine towards 0."""
+    rising = warmup * steps
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
+
+
+def summed_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy summed over the tokens that count."""
+    logits = model(batch.tokens[:, :-1])
+    counted = batch.counted[:, 1:]
+    return F.cross_entropy(logits[counted].float(), batch.tokens[:, 1:][counted], reduction="sum")
+
+
+def training_batches(recipe: Recipe) -> Callable[[int], Batch]:
+    """The batch of each step, as a function of the step's number alone."""
+    task = lookup(TASKS, recipe.task, "task")
+    if recipe.data == "fresh":
+        return lambda step: task.sample(seeded("train", recipe.seed, step), recipe.batch, recipe.length)
+    if recipe.data == "fixed":
+        assert recipe.examples is not None
+        whole = _fixed_set(recipe, recipe.examples)
+    else:
+        whole = load_published("train", None if recipe.data == "hub" else Path(recipe.data))
+        if whole.tokens.shape[1] != recipe.length:
+            raise ValueError(f"length must be that of the data, {whole.tokens.shape[1]}, got {recipe.length}")
+    per_pass = len(whole) // recipe.batch
+    order: dict[int, Tensor] = {}
+
+    def batch_of_step(step: int) -> Batch:
+        this_pass, position = divmod(step, per_pass)
+        if this_pass not in order:
+            order.clear()
+            order[this_pass] = torch.randperm(len(whole), generator=seeded("order", recipe.seed, this_pass))
+        return whole[order[this_pass][position * recipe.batch : (position + 1) * recipe.batch]]
+
+    return batch_of_step
+
+
+def _fixed_set(recipe: Recipe, examples: int) -> Batch:
+    """Drawn in blocks of 1,024 sequences and held in bytes where the vocabulary allows."""
+    task = lookup(TASKS, recipe.task, "task")
+    dtype = torch.uint8 if len(task.symbols) <= 256 else torch.int32
+    tokens = torch.empty(examples, recipe.length, dtype=dtype)
+    counted = torch.empty(examples, recipe.length, dtype=torch.bool)
+    for start in range(0, examples, 1024):
+        block = task.sample(seeded("fixed", recipe.seed, start), min(1024, examples - start), recipe.length)
+        tokens[start : start + 1024] = block.tokens
+        counted[start : start + 1024] = block.counted
+    return Batch(tokens, counted)
+
+
+class _Log:
+    """JSON lines. Lines after the step that a run resumes from are taken out: it will write them again."""
+
+    def __init__(self, path: Path, first: int, active: bool) -> None:
+        self.active = active
+        if active:
+            write_whole(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= first))
+            self.file = open(path, "a", encoding="utf-8")
+
+    def write(self, entry: dict[str, Any]) -> None:
+        if self.active:
+            self.file.write(json.dumps(entry) + "\n")
+            self.file.flush()
+
+    def __enter__(self) -> "_Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.active:
+            self.file.close()
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n")]
+
+
+@contextmanager
+def _claimed(folder: Path, recipe: Recipe) -> Iterator[None]:
+    """Hold the run folder against other processes, and record the recipe in it or check that it is the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            stored = folder / "recipe.json"
+            if not stored.exists():
+                write_whole(stored, recipe.to_json())
+            elif (earlier := json.loads(stored.read_text())) != (now := json.loads(recipe.to_json())):
+                changed = sorted(name for name in now if earlier.get(name) != now[name])
+                raise ValueError(f"folder {folder} holds a run of another recipe: {', '.join(changed)} differ")
+            yield
+    except Timeout:
+        raise RunError(f"another process is training in {folder}") from None
+
+
+@contextmanager
+def _stop_requested() -> Iterator[Callable[[], bool]]:
+    """Turn Ctrl-C and SIGTERM into a wish that the loop honours between steps."""
+    requested = False
+
+    def request(*_: object) -> None:
+        nonlocal requested
+        requested = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: requested
+        return
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: requested
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
