@@ -31,8 +31,10 @@ class Checkpoint:
     step: int
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors saved under a name, on the CPU."""
-        return load_file(self.path / f"{name}.safetensors")
+        """The tensors saved under a name, on the CPU. Copies: the library's own are views of the mapped file, and
+        outlive neither its truncation nor its replacement."""
+        stored = load_file(self.path / f"{name}.safetensors")
+        return {key: tensor.clone() for key, tensor in stored.items()}
 
 
 def save(folder: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], keep: int) -> Checkpoint:

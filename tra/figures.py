@@ -52,7 +52,7 @@ def attention_heatmap(weights: Sequence[Tensor], tokens: Sequence[str], path: Pa
         for head, matrix in enumerate(matrices):
             panel = panels[layer, head]
             image = panel.imshow(
-                heatmap_values(matrix), cmap=colours, norm=LogNorm(SMALLEST_SHOWN, 1.0), interpolation="nearest"
+                heatmap_values(matrix).numpy(), cmap=colours, norm=LogNorm(SMALLEST_SHOWN, 1.0), interpolation="nearest"
             )
             panel.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=8)
             panel.set_xticks(range(len(tokens)), tokens, fontsize=4)
@@ -66,7 +66,7 @@ def attention_heatmap(weights: Sequence[Tensor], tokens: Sequence[str], path: Pa
 
 def heatmap_values(matrix: Tensor) -> Tensor:
     """Weights for the colour scale: NaN, drawn white, where exactly 0; others no less than the smallest shown."""
-    return torch.where(matrix == 0, torch.nan, matrix.clamp(min=SMALLEST_SHOWN)).cpu()
+    return torch.where(matrix == 0, torch.nan, matrix.clamp(min=SMALLEST_SHOWN)).float().cpu()
 
 
 def heatmap_colours() -> matplotlib.colors.Colormap:

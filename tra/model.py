@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tra.attention import MECHANISMS, Cache
+from tra.attention import MECHANISMS, Attention, Cache
 from tra.lookup import lookup
 
 
@@ -144,13 +144,14 @@ class Decoder(nn.Module):
         """The attention matrix ``[B, heads, L, L]`` of each layer, exactly 0 where a key has no part."""
         found: list[Tensor] = []
         handles = [
-            block.attention.register_forward_pre_hook(
+            module.register_forward_pre_hook(
                 lambda attention, args, kwargs: found.append(
                     attention.weights(args[0], key_mask=kwargs["key_mask"], segment_ids=kwargs["segment_ids"])
                 ),
                 with_kwargs=True,
             )
-            for block in self.blocks
+            for module in self.modules()
+            if isinstance(module, Attention)
         ]
         try:
             self(tokens)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
 from rich.console import Console
 from torch import Tensor
@@ -35,6 +36,8 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tenso
     The folder holds ``recipe.json``, ``metrics.jsonl`` (the same bytes however often the run was interrupted),
     ``speed.jsonl`` and ``checkpoints/``. Under ``torchrun`` or ``accelerate launch`` every process calls this.
     """
+    # Accelerate remembers the precision of a process's first run; another recipe may want another.
+    AcceleratorState._reset_state()
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision=recipe.precision,

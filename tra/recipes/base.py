@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from tra.lookup import lookup
 from tra.model import DecoderConfig
@@ -52,7 +54,7 @@ class Recipe:
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: Annotated[tuple[Evaluation, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
     """Measured after the last step."""
 
     def __post_init__(self) -> None:

@@ -92,9 +92,12 @@ def threshold_relative_attention(
 
 def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast take its dtype, as PyTorch's own attention does; the gate keeps its precision."""
-    if not isinstance(query, Tensor) or not torch.is_autocast_enabled(query.device.type):
+    if not isinstance(query, Tensor):
         return query, key, value
-    dtype = torch.get_autocast_dtype(query.device.type)
+    device = query.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
     query, key, value = (
         x.to(dtype) if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
         for x in (query, key, value)

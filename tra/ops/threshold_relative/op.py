@@ -71,7 +71,7 @@ def backward_op(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(query.device.type, enabled=False):
-        return IMPLEMENTATIONS[impl].backward(
+        gradients = IMPLEMENTATIONS[impl].backward(
             grad_out,
             query,
             key,
@@ -86,11 +86,13 @@ def backward_op(
             threshold,
             dropout,
         )
+    # The layout that the fake kernel promises.
+    return tuple(gradient.contiguous() for gradient in gradients)
 
 
 @backward_op.register_fake
 def _(grad_out, query, key, value, log_gate, *_):
-    return tuple(torch.empty_like(x) for x in (query, key, value, log_gate))
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, log_gate))
 
 
 def _setup_context(ctx, inputs, output):

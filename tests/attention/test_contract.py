@@ -1,0 +1,157 @@
+"""What every mechanism promises. A new one is tested by being in the table."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tra.attention import MECHANISMS, Attention, Cache
+
+WIDTH, HEADS, LENGTH = 32, 4, 19
+
+
+@pytest.fixture(params=sorted(MECHANISMS))
+def mechanism(request: pytest.FixtureRequest) -> type[Attention]:
+    return MECHANISMS[request.param]
+
+
+def build(mechanism: type[Attention], **options: object) -> Attention:
+    return mechanism(WIDTH, HEADS, **options).double().eval()
+
+
+def inputs(batch: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
+    return torch.randn(batch, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2, 1])
+@pytest.mark.parametrize("qk_norm", [True, False])
+@torch.no_grad()
+def test_cache_changes_nothing(mechanism: type[Attention], kv_heads: int | None, qk_norm: bool) -> None:
+    attention = build(mechanism, kv_heads=kv_heads, qk_norm=qk_norm)
+    x = inputs()
+    full = attention(x)
+    for pieces in ([19], [1] * 19, [7, 1, 1, 10], [18, 1]):
+        cache, parts = Cache(), []
+        for piece in x.split(pieces, dim=1):
+            parts.append(attention(piece, cache=cache))
+        assert_close(torch.cat(parts, dim=1), full)
+        assert len(cache) == LENGTH
+
+
+@torch.no_grad()
+def test_later_tokens_change_nothing(mechanism: type[Attention]) -> None:
+    attention, x = build(mechanism), inputs()
+    before = attention(x)
+    x[:, 11:] = 3.0
+    assert_close(attention(x)[:, :11], before[:, :11])
+
+
+@pytest.mark.parametrize("left, right", [(5, 0), (0, 4), (2, 3)])
+@torch.no_grad()
+def test_padding_changes_nothing(mechanism: type[Attention], left: int, right: int) -> None:
+    attention, x = build(mechanism), inputs()
+    padded = torch.cat([inputs(length=left, seed=1), x, inputs(length=right, seed=2)], dim=1)
+    mask = torch.zeros(2, padded.shape[1], dtype=torch.bool)
+    mask[:, left : left + LENGTH] = True
+    out = attention(padded, key_mask=mask)
+    assert_close(out[:, left : left + LENGTH], attention(x))
+    assert out.isfinite().all()
+
+
+@torch.no_grad()
+def test_padding_changes_nothing_with_a_cache(mechanism: type[Attention]) -> None:
+    attention, x = build(mechanism), inputs()
+    padded = torch.cat([inputs(length=6, seed=1), x], dim=1)
+    mask = torch.ones(2, 25, dtype=torch.bool)
+    mask[:, :6] = False
+    cache, parts, seen = Cache(), [], 0
+    for piece in padded.split([9, 1, 1, 14], dim=1):
+        seen += piece.shape[1]
+        parts.append(attention(piece, cache=cache, key_mask=mask[:, :seen]))
+    assert_close(torch.cat(parts, dim=1)[:, 6:], attention(x))
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(mechanism: type[Attention]) -> None:
+    attention = build(mechanism)
+    first, second = inputs(length=8, seed=1), inputs(length=11, seed=2)
+    segment_ids = torch.tensor([[0] * 8 + [1] * 11] * 2)
+    packed = attention(torch.cat([first, second], dim=1), segment_ids=segment_ids)
+    assert_close(packed[:, :8], attention(first))
+    assert_close(packed[:, 8:], attention(second))
+
+
+@torch.no_grad()
+def test_weights_explain_the_output(mechanism: type[Attention]) -> None:
+    attention, x = build(mechanism, dropout=0.5), inputs()
+    weights = attention.weights(x)
+    assert weights.shape == (2, HEADS, LENGTH, LENGTH)
+    assert (weights.triu(1) == 0).all()
+    value = attention.value(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+    assert_close(attention.output((weights @ value).transpose(1, 2).flatten(2)), attention(x))
+
+
+@torch.no_grad()
+def test_weights_see_grouped_heads_and_masks(mechanism: type[Attention]) -> None:
+    attention, x = build(mechanism, kv_heads=2), inputs()
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[:, 3] = False
+    weights = attention.weights(x, key_mask=mask)
+    assert weights.shape == (2, HEADS, LENGTH, LENGTH)
+    assert (weights[..., 3] == 0).all()
+
+
+def test_every_parameter_gets_a_finite_gradient_beside_padding(mechanism: type[Attention]) -> None:
+    attention, x = build(mechanism).train(), inputs()
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :4] = False
+    attention(x, key_mask=mask).square().sum().backward()
+    for name, parameter in attention.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_dropout_acts_in_training_only(mechanism: type[Attention]) -> None:
+    attention, x = build(mechanism, dropout=0.5), inputs()
+    assert torch.equal(attention(x), attention(x))
+    attention.train()
+    assert not torch.equal(attention(x), attention(x))
+
+
+def test_runs_in_half_precision_under_autocast(mechanism: type[Attention]) -> None:
+    attention, x = mechanism(WIDTH, HEADS), inputs().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(x)
+    assert_close(out.float(), attention(x), rtol=0.05, atol=0.05)
+
+
+def test_compiles_without_graph_breaks(mechanism: type[Attention]) -> None:
+    attention = build(mechanism)
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True)
+    for length in (9, 14):
+        x = inputs(length=length)
+        assert_close(compiled(x), attention(x))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"width": 30}, r"width must be a multiple of heads \(4\), got 30"),
+        ({"kv_heads": 3}, r"kv_heads must divide heads \(4\), got 3"),
+        ({"dropout": 1.0}, r"dropout must be a probability in \[0, 1\), got 1.0"),
+    ],
+)
+def test_wrong_argument_is_named(mechanism: type[Attention], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mechanism(**{"width": WIDTH, "heads": HEADS, **options})
+
+
+def test_cache_refuses_gradients_and_another_batch(mechanism: type[Attention]) -> None:
+    attention, cache = build(mechanism), Cache()
+    with pytest.raises(ValueError, match="cache is for inference"):
+        attention(inputs(), cache=cache)
+    with torch.no_grad():
+        attention(inputs(), cache=cache)
+        with pytest.raises(ValueError, match="cache holds a batch of 2, got new tokens for a batch of 3"):
+            attention(inputs(batch=3), cache=cache)

@@ -1,0 +1,49 @@
+"""RoPE against its definition: complex numbers turned by position times frequency."""
+
+import torch
+from torch.testing import assert_close
+
+from tra.attention.rope import RotaryAttention, rotate, rotation_angles
+
+
+def test_rotation_is_multiplication_by_a_complex_phase() -> None:
+    x = torch.randn(3, 11, 8, dtype=torch.float64)
+    turned = rotate(x, rotation_angles(5, 16, 8, 500_000.0, x.device))
+    for position in range(11):
+        for pair in range(4):
+            phase = torch.polar(
+                torch.tensor(1.0, dtype=torch.float64),
+                torch.tensor((position + 5) / 500_000.0 ** (2 * pair / 8), dtype=torch.float64),
+            )
+            expected = torch.complex(x[:, position, pair], x[:, position, pair + 4]) * phase
+            assert_close(turned[:, position, pair], expected.real)
+            assert_close(turned[:, position, pair + 4], expected.imag)
+
+
+@torch.no_grad()
+def test_output_equals_softmax_over_rotated_scores() -> None:
+    attention = RotaryAttention(16, 2).double().eval()
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    weights = attention.weights(x)
+    query, key = (
+        projection(x).unflatten(-1, (2, 8)) / projection(x).unflatten(-1, (2, 8)).square().mean(-1, True).sqrt()
+        for projection in (attention.query, attention.key)
+    )
+    for head in range(2):
+        for i in range(9):
+            scores = []
+            for j in range(i + 1):
+                # Turning both by their positions is turning the key by minus the distance.
+                score = 0.0
+                for pair in range(4):
+                    angle = torch.tensor((j - i) / 500_000.0 ** (pair / 4), dtype=torch.float64)
+                    q = torch.complex(query[0, i, head, pair], query[0, i, head, pair + 4])
+                    k = torch.complex(key[0, j, head, pair], key[0, j, head, pair + 4])
+                    score = score + (q.conj() * k * torch.polar(torch.ones_like(angle), angle)).real
+                scores.append(score / 8**0.5)
+            assert_close(weights[0, head, i, : i + 1], torch.stack(scores).softmax(0), rtol=1e-6, atol=1e-6)
+
+
+def test_angles_stay_exact_at_far_positions() -> None:
+    angle = rotation_angles(10**7, 10**7 + 1, 2, 500_000.0, torch.device("cpu"))
+    assert angle.item() == 10**7

@@ -1,0 +1,69 @@
+"""The module around the operator."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.ops.oracle import loop_attention
+from tra import ThresholdRelativeAttention
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@torch.no_grad()
+def test_equals_the_paper_from_projections_to_output(kv_heads: int) -> None:
+    module = ThresholdRelativeAttention(24, 4, kv_heads).double()
+    x = torch.randn(2, 13, 24, dtype=torch.float64)
+
+    def heads(weight: torch.Tensor, count: int, normalise: bool) -> torch.Tensor:
+        projected = (x @ weight.T).reshape(2, 13, count, 6).permute(0, 2, 1, 3)
+        return projected / projected.square().mean(-1, keepdim=True).sqrt() if normalise else projected
+
+    gate = torch.sigmoid(x @ module.gate.weight.T + module.gate.bias).log().permute(0, 2, 1)
+    mixed = loop_attention(
+        heads(module.query.weight, 4, True),
+        heads(module.key.weight, kv_heads, True),
+        heads(module.value.weight, kv_heads, False),
+        gate,
+    )
+    expected = mixed.permute(0, 2, 1, 3).reshape(2, 13, 24) @ module.output.weight.T + module.output.bias
+    assert_close(module(x), expected)
+
+
+def test_projections_have_the_biases_of_the_paper() -> None:
+    module = ThresholdRelativeAttention(64, 4)
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    assert shapes == {
+        "query.weight": (64, 64),
+        "key.weight": (64, 64),
+        "value.weight": (64, 64),
+        "output.weight": (64, 64),
+        "output.bias": (64,),
+        "gate.weight": (4, 64),
+        "gate.bias": (4,),
+    }
+
+
+@torch.no_grad()
+def test_scores_respect_the_bound_the_module_vouches_for() -> None:
+    module = ThresholdRelativeAttention(64, 4)
+    query, key, _ = module._project(torch.randn(4, 50, 64) * 100)
+    assert (query @ key.mT / 4).abs().max() <= math.sqrt(16) * (1 + 1e-6)
+
+
+@torch.no_grad()
+def test_threshold_decides_who_is_kept() -> None:
+    x = torch.randn(1, 40, 32)
+    kept = [
+        (ThresholdRelativeAttention(32, 4, threshold=threshold).eval().weights(x) > 0).float().mean().item()
+        for threshold in (-100.0, 0.0, 100.0)
+    ]
+    assert kept[0] == pytest.approx(41 / 80)  # every causal pair
+    assert 0.1 < kept[1] < kept[0]
+    assert kept[2] == 0.0
+
+
+def test_an_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match="impl must be one of"):
+        ThresholdRelativeAttention(8, 2, impl="fast")(torch.randn(1, 3, 8))

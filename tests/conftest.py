@@ -1,0 +1,24 @@
+import os
+
+# A compiled graph cached by an earlier state of the code would be tested instead of this one.
+os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
+os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Two test processes share two cores.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _torch_in_doctests(doctest_namespace: dict[str, object]) -> None:
+    doctest_namespace["torch"] = torch

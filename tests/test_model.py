@@ -1,0 +1,144 @@
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tra import MECHANISMS, Decoder, DecoderConfig, sized
+
+
+def small(attention: str = "tra", **changes: object) -> Decoder:
+    config = DecoderConfig(vocabulary=11, layers=2, heads=4, width=32, attention=attention, **changes)
+    return Decoder(config).double().eval()
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "size, attention, expected",
+    [
+        ("mini", "tra", 2_637_072),  # the authors' code
+        ("mini", "rope", 2_637_072 - 4 * (256 * 4 + 4)),  # less the gates
+        ("medium", "tra", 72_500_800),
+        ("medium", "rope", 72_500_800 - 8 * (512 * 8 + 8)),
+    ],
+)
+def test_parameter_counts(size: str, attention: str, expected: int) -> None:
+    with torch.device("meta"):
+        assert parameters(Decoder(sized(size, attention=attention))) == expected
+
+
+def test_state_dict_names_explain_themselves() -> None:
+    names = set(small().state_dict())
+    block = {
+        "attention_norm.weight",
+        "attention.query.weight",
+        "attention.key.weight",
+        "attention.value.weight",
+        "attention.gate.weight",
+        "attention.gate.bias",
+        "attention.output.weight",
+        "attention.output.bias",
+        "mlp_norm.weight",
+        "mlp.expand.weight",
+        "mlp.expand.bias",
+        "mlp.contract.weight",
+        "mlp.contract.bias",
+    }
+    expected = {"embedding.weight", "norm.weight", "head.weight"}
+    assert names == expected | {f"blocks.{layer}.{name}" for layer in range(2) for name in block}
+
+
+def test_initialisation_is_the_papers() -> None:
+    model = Decoder(sized("mini", vocabulary=500))
+    assert model.embedding.weight.abs().max() <= 0.01
+    assert model.embedding.weight.std().item() == pytest.approx(0.02 / 12**0.5, rel=0.02)
+    assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+@torch.no_grad()
+def test_residual_is_added_to_the_normalised_stream_or_to_the_stream() -> None:
+    x = torch.randn(1, 5, 32, dtype=torch.float64)
+    for residual in ("normalised", "pre_norm"):
+        block = small(residual=residual).blocks[0]
+
+        def norm(y: torch.Tensor) -> torch.Tensor:
+            return y / (y.square().mean(-1, keepdim=True) + torch.finfo(y.dtype).eps).sqrt()
+
+        base = norm(x) if residual == "normalised" else x
+        middle = base + block.attention(norm(x))
+        value, gate = block.mlp.expand(norm(middle)).chunk(2, dim=-1)
+        end = norm(middle) if residual == "normalised" else middle
+        expected = end + block.mlp.contract(value * gate * torch.sigmoid(gate))
+        assert_close(block(x, None, None, None), expected)
+
+
+@pytest.mark.parametrize("attention", sorted(MECHANISMS))
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "left padded"])
+@torch.no_grad()
+def test_prefill_in_pieces_and_decoding_equal_the_full_forward(attention: str, batch: int, padded: bool) -> None:
+    model = small(attention, kv_heads=2)
+    tokens = torch.randint(11, (batch, 23))
+    mask = None
+    if padded:
+        mask = torch.arange(23) >= torch.arange(batch)[:, None] * 3 + 2
+    full = model(tokens, key_mask=mask)
+    for pieces in ([23], [9, 6, 8], [12] + [1] * 11, [1] * 23):
+        cache, parts, seen = model.new_cache(), [], 0
+        for piece in tokens.split(pieces, dim=1):
+            seen += piece.shape[1]
+            parts.append(model(piece, cache=cache, key_mask=None if mask is None else mask[:, :seen]))
+        assert_close(torch.cat(parts, dim=1), full)
+
+
+@pytest.mark.parametrize("attention", sorted(MECHANISMS))
+@torch.no_grad()
+def test_left_padding_does_not_change_the_real_tokens(attention: str) -> None:
+    model = small(attention)
+    tokens = torch.randint(11, (3, 12))
+    padded = torch.cat([torch.randint(11, (3, 5)), tokens], dim=1)
+    mask = (torch.arange(17) >= 5).expand(3, 17)
+    assert_close(model(padded, key_mask=mask)[:, 5:], model(tokens))
+
+
+@pytest.mark.parametrize("attention", sorted(MECHANISMS))
+def test_compiles_and_trains_without_graph_breaks(attention: str) -> None:
+    model = small(attention, dropout=0.1).train()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for length in (9, 13):
+        compiled(torch.randint(11, (2, length))).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.eval()
+    tokens = torch.randint(11, (2, 9))
+    assert_close(compiled(tokens), model(tokens))
+
+
+@torch.no_grad()
+def test_attention_weights_of_every_layer() -> None:
+    model = small(dropout=0.5).train()
+    weights = model.attention_weights(torch.randint(11, (2, 9)))
+    assert [tuple(layer.shape) for layer in weights] == [(2, 4, 9, 9)] * 2
+    total = weights[0].sum(-1)
+    assert ((total - 1).abs() < 1e-9).logical_or(total == 0).all()
+    assert model.training
+    assert model.blocks[0].attention.training
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention": "ropee"}, "attention must be one of .*, got 'ropee'; did you mean 'rope'?"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"vocabulary": 0}, "vocabulary must be at least 1, got 0"),
+        ({"residual": "post"}, "residual must be 'normalised' or 'pre_norm', got 'post'"),
+    ],
+)
+def test_wrong_config_is_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sized("mini", **changes)
+
+
+def test_misspelt_size_gets_a_suggestion() -> None:
+    with pytest.raises(ValueError, match="size must be one of medium, mini, got 'minni'; did you mean 'mini'?"):
+        sized("minni")
