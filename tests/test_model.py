@@ -140,5 +140,5 @@ def test_wrong_config_is_named(changes: dict[str, object], message: str) -> None
 
 
 def test_misspelt_size_gets_a_suggestion() -> None:
-    with pytest.raises(ValueError, match="size must be one of medium, mini, got 'minni'; did you mean 'mini'?"):
+    with pytest.raises(ValueError, match="size must be one of medium, mini, got 'minni'; did you mean 'mini'"):
         sized("minni")

@@ -1,5 +1,6 @@
 """Training survives: kills, interrupts, full disks, damaged checkpoints, non-finite losses, several processes."""
 
+import itertools
 import json
 import math
 import os
@@ -182,7 +183,7 @@ def test_full_disk_is_reported_and_the_old_checkpoint_stays(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
     process = started(folder, "--resume", str(folder), preexec_fn=no_space)
-    out, err = process.communicate()
+    _, err = process.communicate()
     assert process.returncode == 1
     assert "Traceback" not in err
     assert "could not write the checkpoint of step 8" in err
@@ -203,7 +204,7 @@ def test_non_finite_loss_stops_and_names_step_and_checkpoint(tmp_path: Path, mon
 
     original = tra.training.summed_loss
     monkeypatch.setattr(tra.training, "summed_loss", poisoned)
-    with pytest.raises(RunError, match="the loss is nan at step 7; the last good checkpoint is .*step-00000004"):
+    with pytest.raises(RunError, match=r"the loss is nan at step 7; the last good checkpoint is .*step-00000004"):
         train(TINY, folder, console=QUIET)
     assert checkpoints(folder) == [4]
 
@@ -276,8 +277,8 @@ def test_schedule_rises_over_the_warm_up_and_falls_as_a_cosine() -> None:
     factors = [schedule(step, 1000, 0.05) for step in range(1000)]
     assert factors[0] == pytest.approx(1 / 51)
     assert factors[50] == 1.0 == max(factors)
-    assert all(a < b for a, b in zip(factors[:50], factors[1:51], strict=True))
-    assert all(a > b for a, b in zip(factors[50:], factors[51:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(factors[:51]))
+    assert all(a > b for a, b in itertools.pairwise(factors[50:]))
     assert factors[525] == pytest.approx(0.5, abs=1e-9)
     assert factors[-1] < 1e-5
     assert schedule(0, 1000, 0.0) == 1.0

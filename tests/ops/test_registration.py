@@ -46,7 +46,7 @@ def test_opcheck_finds_nothing(impl: str, masked: bool) -> None:
     inputs = with_gradients(random_inputs(queries=5, keys=9, kv_heads=2, dtype=dtype))
     masks = (torch.rand(2, 9) < 0.8, torch.zeros(2, 9, dtype=torch.int64)) if masked else (None, None)
     seed = torch.tensor([12345]) if masked else None
-    torch.library.opcheck(forward_op, (*inputs, *masks, seed, 0.3, 0.0, 0.2 if masked else 0.0, impl))
+    torch.library.opcheck(forward_op, (*inputs, *masks, seed, 0.3, 0.0, 0.2 if masked else 0.0, 0.0, None, impl))
 
 
 @pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))

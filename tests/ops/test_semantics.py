@@ -199,9 +199,7 @@ def test_non_contiguous_inputs_give_the_same_result(impl: str) -> None:
     inputs = random_inputs(dtype=dtype_of(impl))
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     assert not strided[0].is_contiguous()
-    assert_close(
-        threshold_relative_attention(*strided, impl=impl), threshold_relative_attention(*inputs, impl=impl)
-    )
+    assert_close(threshold_relative_attention(*strided, impl=impl), threshold_relative_attention(*inputs, impl=impl))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

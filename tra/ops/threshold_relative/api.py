@@ -8,6 +8,9 @@ from torch import Tensor
 from tra.lookup import lookup
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS, forward_op
 
+ROUNDING = torch.finfo(torch.float32).eps
+"""The tolerance that None stands for."""
+
 
 def threshold_relative_attention(
     query: Tensor,
@@ -85,6 +88,8 @@ def threshold_relative_attention(
         float(scale),
         float(threshold),
         float(dropout),
+        ROUNDING if tolerance is None else float(tolerance),
+        None if score_bound is None else float(score_bound),
         name,
     )
     return out

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tra.ops.threshold_relative import reference
+from tra.ops.threshold_relative.options import Options
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
 
@@ -25,32 +26,31 @@ def forward_op(
     scale: float,
     threshold: float,
     dropout: float,
+    tolerance: float,
+    score_bound: float | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     # Autocast would otherwise lower the products inside the implementation.
     with torch.autocast(query.device.type, enabled=False):
-        return IMPLEMENTATIONS[impl].forward(
-            query, key, value, log_gate, key_mask, segment_ids, dropout_seed, scale, threshold, dropout
+        out, row_state = IMPLEMENTATIONS[impl].forward(
+            query,
+            key,
+            value,
+            log_gate,
+            key_mask,
+            segment_ids,
+            dropout_seed,
+            Options(scale, threshold, dropout, tolerance, score_bound),
         )
+    # Contiguous, as the fake kernel promises.
+    return out.contiguous(), row_state
 
 
 @forward_op.register_fake
-def _(
-    query,
-    key,
-    value,
-    log_gate,
-    key_mask,
-    segment_ids,
-    dropout_seed,
-    scale,
-    threshold,
-    dropout,
-    impl,
-):
+def _(query, key, value, *_):
     rows = query.shape[:3]
-    out = query.new_empty(*rows, value.shape[3])
-    return out, query.new_empty(rows, dtype=torch.promote_types(query.dtype, torch.float32))
+    state_dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(*rows, value.shape[3]), query.new_empty(*rows, 2, dtype=state_dtype)
 
 
 @torch.library.custom_op("tra::threshold_relative_attention_backward", mutates_args=())
@@ -61,13 +61,15 @@ def backward_op(
     value: Tensor,
     log_gate: Tensor,
     out: Tensor,
-    log_normaliser: Tensor,
+    row_state: Tensor,
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     dropout_seed: Tensor | None,
     scale: float,
     threshold: float,
     dropout: float,
+    tolerance: float,
+    score_bound: float | None,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(query.device.type, enabled=False):
@@ -78,15 +80,12 @@ def backward_op(
             value,
             log_gate,
             out,
-            log_normaliser,
+            row_state,
             key_mask,
             segment_ids,
             dropout_seed,
-            scale,
-            threshold,
-            dropout,
+            Options(scale, threshold, dropout, tolerance, score_bound),
         )
-    # The layout that the fake kernel promises.
     return tuple(gradient.contiguous() for gradient in gradients)
 
 
@@ -96,18 +95,18 @@ def _(grad_out, query, key, value, log_gate, *_):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, scale, threshold, dropout, impl = inputs
+    tensors, options = inputs[:7], inputs[7:]
     query, key, value, log_gate, key_mask, segment_ids, dropout_seed = tensors
-    out, log_normaliser = output
-    ctx.save_for_backward(query, key, value, log_gate, out, log_normaliser, key_mask, segment_ids, dropout_seed)
-    ctx.options = (scale, threshold, dropout, impl)
-    # The normaliser is a by-product for backward, not a result: no gradient may enter through it.
-    ctx.mark_non_differentiable(log_normaliser)
+    out, row_state = output
+    ctx.save_for_backward(query, key, value, log_gate, out, row_state, key_mask, segment_ids, dropout_seed)
+    ctx.options = options
+    # A by-product for backward, not a result: no gradient may enter through it.
+    ctx.mark_non_differentiable(row_state)
 
 
-def _backward(ctx, grad_out, _grad_log_normaliser):
+def _backward(ctx, grad_out, _grad_row_state):
     gradients = backward_op(grad_out, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *[None] * 7)
+    return (*gradients, *[None] * 9)
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tra.ops.threshold_relative.dropout import dropout_factor
+from tra.ops.threshold_relative.options import Options
 from tra.ops.visibility import visible_keys
 
 
@@ -41,20 +42,20 @@ def forward(
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     dropout_seed: Tensor | None,
-    scale: float,
-    threshold: float,
-    dropout: float,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, I, E] and each row's log normaliser [B, H, I], -inf for empty rows."""
+    """Return the output [B, H, I, E] and what backward needs of each row, [B, H, I, 2]: the largest logit, and the
+    sum of exp(logit - largest), which is 0 for rows that keep nothing."""
     q, k, v, g, visible = _prepare(query, key, value, log_gate, key_mask, segment_ids)
     if q.numel() == 0:
-        out = query.new_zeros(*query.shape[:3], value.shape[3])
-        return out, g.new_full(query.shape[:3], float("-inf"))
-    keep, _, logits = attention_terms(q, k, g, visible, scale, threshold)
-    log_normaliser = logits.logsumexp(-1)
-    weights = _normalise(logits, log_normaliser)
+        return query.new_zeros(*query.shape[:3], value.shape[3]), g.new_zeros(*query.shape[:3], 2)
+    keep, _, logits = attention_terms(q, k, g, visible, options.scale, options.threshold)
+    largest = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
+    weights = (logits - largest[..., None]).exp()
+    total = weights.sum(-1)
+    weights = weights / total[..., None].masked_fill(total[..., None] == 0, 1.0)
     if dropout_seed is not None:
-        weights = weights * dropout_factor(dropout_seed, weights.shape, dropout, weights.dtype)
+        weights = weights * dropout_factor(dropout_seed, weights.shape, options.dropout, weights.dtype)
     out = weights @ v
     bad_value = ~value.isfinite().all(-1)
     if bad_value.any():
@@ -62,7 +63,7 @@ def forward(
         out = out.masked_fill((keep & bad_key).any(-1, keepdim=True), float("nan"))
     bad_query = ~(query.isfinite().all(-1) & log_gate.isfinite())
     out = out.masked_fill(bad_query[..., None], float("nan"))
-    return out.to(query.dtype), log_normaliser
+    return out.to(query.dtype), torch.stack([largest, total], dim=-1)
 
 
 def backward(
@@ -72,13 +73,11 @@ def backward(
     value: Tensor,
     log_gate: Tensor,
     out: Tensor,
-    log_normaliser: Tensor,
+    row_state: Tensor,
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     dropout_seed: Tensor | None,
-    scale: float,
-    threshold: float,
-    dropout: float,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and log_gate; keep and distance are constants."""
     q, k, v, g, visible = _prepare(query, key, value, log_gate, key_mask, segment_ids)
@@ -90,18 +89,19 @@ def backward(
             torch.zeros_like(log_gate),
         )
     grad_o = grad_out.to(q.dtype)
-    keep, distance, logits = attention_terms(q, k, g, visible, scale, threshold)
-    weights = _normalise(logits, log_normaliser)
+    keep, distance, logits = attention_terms(q, k, g, visible, options.scale, options.threshold)
+    largest, total = row_state[..., None].unbind(-2)
+    weights = (logits - largest).exp() / total.masked_fill(total == 0, 1.0)
     grad_weights = grad_o @ v.transpose(-1, -2)
     dropped = weights
     if dropout_seed is not None:
-        factor = dropout_factor(dropout_seed, weights.shape, dropout, weights.dtype)
+        factor = dropout_factor(dropout_seed, weights.shape, options.dropout, weights.dtype)
         dropped, grad_weights = weights * factor, grad_weights * factor
     delta = (weights * grad_weights).sum(-1, keepdim=True)
     grad_logits = (weights * (grad_weights - delta)).masked_fill(~keep, 0.0)
 
-    grad_query = (grad_logits @ k) * scale
-    grad_key = (grad_logits.transpose(-1, -2) @ q) * scale
+    grad_query = (grad_logits @ k) * options.scale
+    grad_key = (grad_logits.transpose(-1, -2) @ q) * options.scale
     grad_value = dropped.transpose(-1, -2) @ grad_o
     # The rows of grad_logits sum to 0, so c - 1 gives the gradient that c gives.
     grad_gate = (grad_logits * distance.to(grad_logits.dtype)).sum(-1)
@@ -136,9 +136,3 @@ def _prepare(
     visible = visible & key.isfinite().all(-1).repeat_interleave(group, dim=1)[:, :, None, :]
     q, k, v, g = (x.to(dtype).nan_to_num(0.0, 0.0, 0.0) for x in (query, key, value, log_gate))
     return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), g, visible
-
-
-def _normalise(logits: Tensor, log_normaliser: Tensor) -> Tensor:
-    """exp(logits - log_normaliser), exactly 0 where a key is not kept and in rows that keep none."""
-    shift = log_normaliser.masked_fill(log_normaliser.isneginf(), 0.0)
-    return (logits - shift[..., None]).exp()
