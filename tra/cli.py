@@ -197,12 +197,15 @@ def _list(arguments: list[str]) -> int:
     options = tyro.cli(List, args=arguments, prog="tra list")
     from tra.attention import MECHANISMS
     from tra.model import SIZES
+    from tra.ops.threshold_relative import cpu
     from tra.tasks import TASKS
 
     def first_line(thing: object) -> str:
         return (thing.__doc__ or "").strip().splitlines()[0]
 
+    kernel = f"native kernel, {cpu.variant}" if cpu.variant else "not built: a C++ compiler is needed"
     content = {
+        "implementations": {"cpu": kernel, "reference": "plain PyTorch, any device and floating dtype"},
         "recipes": {name: first_line(recipe) for name, recipe in RECIPES.items()},
         "attention": {name: first_line(mechanism) for name, mechanism in MECHANISMS.items()},
         "tasks": {name: first_line(sys.modules[type(task).__module__]) for name, task in TASKS.items()},

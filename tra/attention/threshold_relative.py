@@ -69,3 +69,12 @@ class ThresholdRelativeAttention(Attention):
             score_bound=math.sqrt(self.head_width) if self.qk_norm else None,
             impl=self.impl,
         )
+
+    def weights(self, x: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
+        """As for every mechanism; no key is left out for stopping early, so 0 means not kept."""
+        usual = self.tolerance, self.impl
+        self.tolerance, self.impl = 0.0, "reference"
+        try:
+            return super().weights(x, key_mask=key_mask, segment_ids=segment_ids)
+        finally:
+            self.tolerance, self.impl = usual

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tra.lookup import lookup
+from tra.ops.threshold_relative import cpu
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS, forward_op
 
 ROUNDING = torch.finfo(torch.float32).eps
@@ -71,9 +72,7 @@ def threshold_relative_attention(
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3])
     _check_options(scale, threshold, dropout, tolerance, score_bound)
-    name = "reference" if impl == "auto" else impl
-    lookup(IMPLEMENTATIONS, name, "impl")
-
+    name = _choose(impl, query, value)
     seed = None
     if dropout > 0.0:
         seed = torch.randint(2**62, (1,), device=query.device)
@@ -93,6 +92,20 @@ def threshold_relative_attention(
         name,
     )
     return out
+
+
+def _choose(impl: str, query: Tensor, value: Tensor) -> str:
+    if impl not in ("auto", "cpu"):
+        lookup({"auto": None, **IMPLEMENTATIONS}, impl, "impl")
+        return impl
+    refusal = cpu.refusal(query, value)
+    if refusal is None:
+        return "cpu"
+    if impl == "cpu":
+        raise ValueError(f"impl 'cpu' {refusal}")
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+        cpu.warn_if_missing()
+    return "reference"
 
 
 def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

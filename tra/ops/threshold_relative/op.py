@@ -8,10 +8,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tra.ops.threshold_relative import reference
+from tra.ops.threshold_relative import cpu, reference
 from tra.ops.threshold_relative.options import Options
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
 
 
 @torch.library.custom_op("tra::threshold_relative_attention", mutates_args=())

@@ -1,0 +1,54 @@
+"""Examples in README and docs run as they stand, and the commands they name exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+EXAMPLES = [(page, code) for page in PAGES for code in blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{page.name}-{i}" for i, (page, _) in enumerate(EXAMPLES)])
+def test_python_example_runs(page: Path, code: str, tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shell_examples_name_real_commands(page: Path) -> None:
+    from tra.cli import DESCRIPTIONS
+    from tra.recipes import RECIPES
+
+    makefile = (ROOT / "Makefile").read_text()
+    for line in "\n".join(blocks(page, "bash")).splitlines():
+        words = line.split("#")[0].split()
+        if words[:1] == ["make"]:
+            assert f"\n{words[1]}:" in makefile
+        if "tra" in words:
+            command, *rest = words[words.index("tra") + 1 :]
+            assert command in DESCRIPTIONS
+            if command == "train" and not rest[0].startswith("-"):
+                assert rest[0] in RECIPES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_within_the_project_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_readme_shows_the_two_commands() -> None:
+    assert {"make demo", "make test"} <= {
+        line.split("#")[0].strip() for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines()
+    }

@@ -1,0 +1,213 @@
+// Vectors of floats and the few operations the kernel builds on.
+//
+// Everything here computes each lane by itself, in an order that does not depend on the lane, the
+// tile or the vector's neighbours. The kernel's promise of equal bits rests on that: compile with
+// -ffp-contract=off, so that only multiply_add() fuses, and always.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+// The register block of multiply(): kVectors vectors of queries against kKeys keys. Together they
+// must fill, but not overflow, the register file.
+#if defined(__AVX512F__)
+constexpr int kWidth = 16, kVectors = 2, kKeys = 8;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8, kVectors = 2, kKeys = 6;
+#else
+constexpr int kWidth = 4, kVectors = 2, kKeys = 4;
+#endif
+constexpr int kLanes = kVectors * kWidth;
+
+typedef float Floats __attribute__((vector_size(4 * kWidth), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * kWidth), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * kWidth), may_alias));
+
+inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+inline Ints load(const int32_t* from) { return *reinterpret_cast<const Ints*>(from); }
+inline Words load(const uint32_t* from) { return *reinterpret_cast<const Words*>(from); }
+inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
+inline Floats splat(float value) { return value - Floats{}; }  // unlike + 0, folds away
+
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;  // no fused instruction: both the scalar and the vector form round twice
+#endif
+}
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__AVX2__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// One bit per lane, set where the comparison held.
+inline uint64_t bits_of(Ints truth) {
+#if defined(__AVX512F__)
+    return _mm512_cmplt_epi32_mask((__m512i)truth, _mm512_setzero_si512());
+#elif defined(__AVX2__)
+    return uint32_t(_mm256_movemask_ps((__m256)truth));
+#else
+    uint64_t bits = 0;
+    for (int lane = 0; lane < kWidth; lane++) bits |= uint64_t(truth[lane] & 1) << lane;
+    return bits;
+#endif
+}
+
+// The least argument exponential() takes: below it 2^n would leave the normal numbers.
+constexpr float kLeastExponent = -86.0f;
+
+// e^x to about one unit in the last place, for x in [kLeastExponent, 88]: x = n ln 2 + r with
+// |r| <= ln 2 / 2, a minimax polynomial for e^r (2e-9), and n added to the exponent bits.
+inline Floats exponential(Floats x) {
+    const Floats shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    Floats shifted = multiply_add(x, splat(1.44269504f), shifter);
+    Floats n = shifted - shifter;
+    Floats r = multiply_add(n, splat(-0.693359375f), x);
+    r = multiply_add(n, splat(2.12194440e-4f), r);
+    Floats p = multiply_add(splat(0x1.6ae72p-10f), r, splat(0x1.126792p-7f));
+    p = multiply_add(p, r, splat(0x1.555822p-5f));
+    p = multiply_add(p, r, splat(0x1.55541ap-3f));
+    p = multiply_add(p, r, splat(0x1.fffffcp-2f));
+    p = multiply_add(p, r, splat(1.0f));
+    p = multiply_add(p, r, splat(1.0f));
+    return (Floats)((Words)p + ((Words)shifted << 23));
+}
+
+// c[k][lane] (+)= sum over t of a[t][lane] * b[t][k], one multiply_add() per term from t = 0 upward,
+// whatever the block: the kernel's only inner loop. The lanes of a row are contiguous; elements of b
+// that belong to one t lie `kStep` apart. With Indexed, term t is found at a + a_index[t] and
+// b + b_index[t], otherwise at a + t * a_stride and b + t * b_stride.
+struct Terms {
+    long count;
+    const float* a;
+    long a_stride;
+    const float* b;
+    long b_stride;
+    const int64_t* a_index = nullptr;
+    const int64_t* b_index = nullptr;
+};
+
+template <int kCount, int kStep, bool kIndexed>
+inline void multiply(const Terms& terms, float* c, long c_stride, bool resume) {
+    Floats sum[kKeys][kCount];
+    for (int k = 0; k < kKeys; k++)
+        for (int n = 0; n < kCount; n++)
+            sum[k][n] = resume ? load(c + k * c_stride + n * kWidth) : Floats{};
+    const float* a = terms.a;
+    const float* b = terms.b;
+    for (long t = 0; t < terms.count; t++) {
+        if (kIndexed) {
+            a = terms.a + terms.a_index[t];
+            b = terms.b + terms.b_index[t];
+        }
+        Floats left[kCount];
+        for (int n = 0; n < kCount; n++) left[n] = load(a + n * kWidth);
+        for (int k = 0; k < kKeys; k++) {
+            Floats right = splat(b[k * kStep]);
+            for (int n = 0; n < kCount; n++) sum[k][n] = multiply_add(left[n], right, sum[k][n]);
+        }
+        if (!kIndexed) {
+            a += terms.a_stride;
+            b += terms.b_stride;
+        }
+    }
+    for (int k = 0; k < kKeys; k++)
+        for (int n = 0; n < kCount; n++) store(c + k * c_stride + n * kWidth, sum[k][n]);
+}
+
+// Counter-based random bits, the same for every implementation of the operator: a row's two words
+// come from the seed, a key's 32 bits from those words and the key's index.
+inline uint32_t mix(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+template <class Word>
+inline Word random_bits(uint32_t key, Word low, Word high) {
+    Word x = low + key * 0x9e3779b9u;
+    x ^= x >> 16;
+    x *= 0x7feb352du;
+    x ^= x >> 15;
+    x += high;
+    x *= 0x846ca68bu;
+    return x ^ (x >> 16);
+}
+
+// Element types in memory; inside, everything is fp32.
+enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+inline float from_half(uint16_t half) {
+    uint32_t magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+    if (magnitude >= 0x0f800000u) return from_bits(sign | magnitude | 0x7f800000u);  // inf, NaN
+    return from_bits(sign | to_bits(from_bits(magnitude) * 0x1p112f));
+}
+inline uint16_t to_half(float value) {
+    uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+    if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00u);  // 65536 and beyond
+    if (magnitude < 0x38800000u)  // subnormal: let an addition round at the last place of 2^-24
+        return uint16_t(sign | (to_bits(from_bits(magnitude) + 0.5f) - to_bits(0.5f)));
+    return uint16_t(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13));
+}
+inline uint16_t to_bfloat(float value) {
+    uint32_t bits = to_bits(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40u);
+    return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void read_row(const void* data, int64_t offset, int64_t stride, int64_t count, Type type,
+                     float* to) {
+    if (type == kFloat32) {
+        const float* from = static_cast<const float*>(data) + offset;
+        if (stride == 1) std::memcpy(to, from, count * sizeof(float));
+        else for (int64_t d = 0; d < count; d++) to[d] = from[d * stride];
+    } else if (type == kBFloat16) {
+        const uint16_t* from = static_cast<const uint16_t*>(data) + offset;
+        for (int64_t d = 0; d < count; d++) to[d] = from_bits(uint32_t(from[d * stride]) << 16);
+    } else {
+        const uint16_t* from = static_cast<const uint16_t*>(data) + offset;
+        for (int64_t d = 0; d < count; d++) to[d] = from_half(from[d * stride]);
+    }
+}
+inline void write_row(void* data, int64_t offset, int64_t stride, int64_t count, Type type,
+                      const float* from) {
+    if (type == kFloat32) {
+        float* to = static_cast<float*>(data) + offset;
+        if (stride == 1) std::memcpy(to, from, count * sizeof(float));
+        else for (int64_t d = 0; d < count; d++) to[d * stride] = from[d];
+    } else {
+        uint16_t* to = static_cast<uint16_t*>(data) + offset;
+        for (int64_t d = 0; d < count; d++)
+            to[d * stride] = type == kBFloat16 ? to_bfloat(from[d]) : to_half(from[d]);
+    }
+}
+
+}  // namespace
