@@ -39,13 +39,13 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("demo", "train", "evaluate", "list"))
+    assert all(f"\n  {name} " in shown for name in ("demo", "train", "evaluate", "bench", "list"))
 
 
-@pytest.mark.parametrize("command", [["demo"], ["train", "flip-flop-small"], ["train"], ["evaluate"], ["list"]])
-def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["demo", "train flip-flop-small", "train", "evaluate", "bench", "list"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        assert main([*command, "--help"]) == 0
+        assert main([*command.split(), "--help"]) == 0
     except SystemExit as stop:
         assert stop.code == 0
     assert "usage: tra" in capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["trian"], "command must be one of demo, evaluate, list, train, got 'trian'; did you mean 'train'?"),
+        (["trian"], "command must be one of bench, demo, evaluate, list, train, got 'trian'; did you mean 'train'?"),
         (["train", "flipflop"], "recipe must be one of flip-flop, flip-flop-small, got 'flipflop'; did you mean"),
         (["train", "flip-flop-small", "--steps", "0"], "steps must be at least 1, got 0"),
         (["train", "flip-flop-small", "--task", "flipflop"], "task must be one of flip_flop, got 'flipflop'"),
@@ -141,6 +141,33 @@ def test_demo_writes_everything_and_prints_its_folder_last(
     assert (folder / "table.md").read_text() in shown
     for figure in ("accuracy.png", "attention.png"):
         assert (folder / figure).read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_prints_ratios_and_writes_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--only", "decode one", "--seconds", "0.01", "--output", str(tmp_path), "--json"]
+    assert main(arguments) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["shape"] for row in rows] == ["1x8x4096", "1x8x65536", "8x8x4096", "8x8x65536"]
+    assert all(row["ratio"] == row["milliseconds"] / row["against_milliseconds"] for row in rows)
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"] == rows
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_refuses_figures_for_a_kernel_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tra.ops.threshold_relative import cpu
+
+    right = cpu.forward
+
+    def wrong(*arguments: object) -> object:
+        out, state = right(*arguments)
+        return out * 1.01, state
+
+    monkeypatch.setattr(cpu, "forward", wrong)
+    error = fails(["bench", "--only", "decode", "--seconds", "0.01", "--output", str(tmp_path)], capsys, code=1)
+    assert "no figures: the kernel's results differ from the reference's" in error
+    assert not (tmp_path / "bench.json").exists()
 
 
 def test_the_command_says_what_to_install_when_extras_are_missing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `tra demo`, `tra train`, `tra evaluate`, `tra list`."""
+"""The command line: `tra demo`, `tra train`, `tra evaluate`, `tra bench`, `tra list`."""
 
 import json
 import os
@@ -22,6 +22,7 @@ DESCRIPTIONS = {
     "demo": "Train TRA and RoPE on flip-flop and compare them past the training length (about a minute or two).",
     "train": "Train a recipe: tra train RECIPE [options], or go on with tra train --resume RUN.",
     "evaluate": "Measure a trained run on its recipe's sets, or on others.",
+    "bench": "Measure the operator and whole training steps against PyTorch's attention, as ratios.",
     "list": "List recipes, attention mechanisms, tasks and model sizes.",
 }
 
@@ -74,6 +75,20 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Bench:
+    """Time TRA against PyTorch's attention, interleaved in one run, and write the ratios as JSON and a plot."""
+
+    output: Path | None = None
+    """Folder to write; a new one under runs/ by default."""
+    seconds: float = 5.0
+    """Time for each comparison."""
+    only: str = ""
+    """Measure only rows whose name contains this."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
 class List:
     """List recipes, attention mechanisms, tasks and model sizes."""
 
@@ -93,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tra {tra.__version__}")
         return 0
     # Importing the training stack takes seconds; a misspelt command should not wait for it.
-    commands = {"demo": _demo, "train": _train, "evaluate": _evaluate, "list": _list}
+    commands = {"demo": _demo, "train": _train, "evaluate": _evaluate, "bench": _bench, "list": _list}
     try:
         command = lookup(commands, arguments[0], "command")
         return command(arguments[1:])
@@ -190,6 +205,18 @@ def _evaluate(arguments: list[str]) -> int:
         print(json.dumps(content, indent=2))
     else:
         print(exact_match_table({recipe.model.attention: results}), end="")
+    return 0
+
+
+def _bench(arguments: list[str]) -> int:
+    options = tyro.cli(Bench, args=arguments, prog="tra bench")
+    if options.seconds <= 0:
+        raise ValueError(f"seconds must be positive, got {options.seconds!r}")
+    from tra.bench import run
+
+    folder = options.output or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
+    content = run(folder, options.seconds, options.only, Console(quiet=True) if options.json else _console())
+    print(json.dumps(content, indent=2) if options.json else folder)
     return 0
 
 

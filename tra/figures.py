@@ -32,7 +32,32 @@ def accuracy_by_length(results: Mapping[str, Sequence[Result]], trained: int, pa
         panel.set(title=name, xlabel="tokens", ylim=(0.0, 1.0), xlim=(lengths[0] / 1.3, lengths[-1] * 1.3))
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("exact match")
-    panels[0].legend(frameon=False, loc="center left")
+    panels[-1].legend(frameon=False, loc="center right")
+    figure.savefig(path, dpi=160)
+
+
+def time_by_length(rows: Sequence[Result], path: Path) -> None:
+    """Time against length of attention in one head: TRA visiting every key, TRA stopping early, and SDPA."""
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, what in zip(panels, ("forward", "forward + backward"), strict=True):
+        lines: dict[str, dict[int, float]] = {}
+        for row in rows:
+            kind, _, how = row["what"].partition(", ")
+            if kind == what and row["against"] == "SDPA":
+                batch, heads, length = map(int, row["shape"].split("x"))
+                lines.setdefault(f"TRA, {how}", {})[length] = row["milliseconds"] / (batch * heads)
+                lines.setdefault("SDPA", {})[length] = row["against_milliseconds"] / (batch * heads)
+        for label, points in sorted(lines.items()):
+            panel.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=label)
+        panel.set(title=what, xlabel="tokens")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        if lines:
+            panel.legend(frameon=False)
+    panels[0].set_ylabel("milliseconds per head")
     figure.savefig(path, dpi=160)
 
 

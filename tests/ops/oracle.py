@@ -45,3 +45,20 @@ def loop_attention(
                     weight = math.exp(logit - largest) / total
                     out[b, h, i] += weight * torch.tensor(v[b][group][j], dtype=torch.float64)
     return out
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor, keep: Tensor, scale: float | None = None
+) -> Tensor:
+    """The same with matrices, differentiable, in the dtype of its inputs, for a given choice of kept keys.
+
+    With real-valued inputs two correct computations may disagree on the sign of a score near 0, and then on everything
+    after it; handing over the choice compares the rest.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+    distance = keep.flip(-1).cumsum(-1).flip(-1)
+    logits = (query @ key.mT * scale + log_gate[..., None] * distance).masked_fill(~keep, -math.inf)
+    empty = ~keep.any(-1, keepdim=True)
+    return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ value

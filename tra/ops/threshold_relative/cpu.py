@@ -140,6 +140,7 @@ class _Inputs:
         problem.threads, problem.parallel = torch.get_num_threads(), _parallel
 
     def call(self, name: str) -> None:
+        assert variant is not None
         if getattr(LIBRARIES[variant], f"tra_{name}_{variant}")(ctypes.byref(self.problem)):
             raise MemoryError(f"threshold_relative_attention: the CPU kernel ran out of memory in {name}")
 

@@ -1,0 +1,434 @@
+"""What the native CPU kernel promises beyond the operator's semantics: bits, accuracy, certificate, memory, build."""
+
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm
+from torch.testing import assert_close
+
+from tests.ops.inputs import integer_inputs, random_inputs
+from tests.ops.oracle import dense_attention
+from tra.ops import threshold_relative_attention
+from tra.ops.threshold_relative import cpu
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(params=sorted(cpu.LIBRARIES) or ["none built"])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(cpu, "variant", request.param)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory holds NaN, so that an output that is never written shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(*inputs: Tensor, impl: str = "cpu", **options: object) -> Tensor:
+    return threshold_relative_attention(*inputs, impl=impl, **options)
+
+
+def gradients(inputs: tuple[Tensor, ...], grad: Tensor, seed: int = 0, **options: object) -> list[Tensor]:
+    """Output and the four gradients."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    torch.manual_seed(seed)
+    out = run(*leaves, **options)
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def language_like(batch: int, heads: int, length: int, width: int = 64, seed: int = 0) -> tuple[Tensor, ...]:
+    rng = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(batch, heads, length, width, generator=rng) for _ in range(3))
+    gate = -torch.exp(math.log(0.7) + 1.1 * torch.randn(batch, heads, length, generator=rng))
+    return rms_norm(query, (width,)), rms_norm(key, (width,)), value, gate
+
+
+def equal_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def test_every_variant_for_this_processor_is_built() -> None:
+    assert "generic" in cpu.LIBRARIES
+    assert cpu.variant == list(cpu.LIBRARIES)[-1]
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if " avx2 " in flags:
+        assert "avx2" in cpu.LIBRARIES
+
+
+def test_auto_takes_the_kernel_where_it_can_and_never_fails_where_the_reference_works() -> None:
+    narrow = random_inputs(dtype=torch.float32)
+    assert equal_bits(run(*narrow, impl="auto"), run(*narrow))
+    double = random_inputs(dtype=torch.float64)
+    assert equal_bits(run(*double, impl="auto"), run(*double, impl="reference"))
+    wide = random_inputs(width=300, dtype=torch.float32)
+    assert equal_bits(run(*wide, impl="auto"), run(*wide, impl="reference"))
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        (random_inputs(), "impl 'cpu' computes in float32, bfloat16 and float16, got torch.float64"),
+        (random_inputs(width=257, dtype=torch.float32), "impl 'cpu' takes widths up to 256, got 257 and 257"),
+        (random_inputs(value_width=300, dtype=torch.float32), "impl 'cpu' takes widths up to 256, got 8 and 300"),
+    ],
+)
+def test_asked_for_by_name_it_refuses_rather_than_falls_back(inputs: tuple[Tensor, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(*inputs)
+
+
+@pytest.mark.parametrize("length, width", [(1, 1), (7, 3), (63, 16), (111, 40), (250, 64), (65, 128), (40, 256)])
+@pytest.mark.parametrize("tolerance", [0.0, None])
+def test_error_is_at_most_twice_that_of_plain_float32(
+    variant: str, length: int, width: int, tolerance: float | None
+) -> None:
+    """Against double precision, for the output and all four gradients, on real-valued inputs."""
+    query, key, value, gate = language_like(2, 4, length, width)
+    inputs, grad = (query, key[:, :2], value[:, :2], gate), torch.randn(2, 4, length, width)
+    identity = torch.eye(length).expand(2, 2, length, length)
+    keep = run(query, key[:, :2], identity, torch.zeros_like(gate), tolerance=0.0) > 0
+
+    def dense(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = dense_attention(*leaves, keep)
+        out.backward(grad.to(dtype))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    # One rounding of the largest term that each result sums: where the terms cancel, nobody does better.
+    product = (grad @ value[:, :2].repeat_interleave(2, 1).mT).abs().max() / math.sqrt(width)
+    terms = (value, product * key.abs(), product * query.abs(), grad, product)
+    results = zip(
+        *(("out", "q", "k", "v", "g"), dense(torch.float64), dense(torch.float32)),
+        *(gradients(inputs, grad, tolerance=tolerance), terms),
+        strict=True,
+    )
+    for name, exact, plain, ours, term in results:
+        allowed = 2 * (plain.double() - exact).abs().max() + torch.finfo(torch.float32).eps * term.abs().max()
+        error = (ours.double() - exact).abs().max()
+        assert error <= allowed, f"{name}: {error:.3g} > {allowed:.3g}"
+
+
+@pytest.mark.parametrize("length, width", [(1, 1), (7, 3), (63, 16), (111, 40), (300, 64), (40, 256)])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_equals_the_reference_in_double_precision_where_scores_are_exact(
+    variant: str, length: int, width: int, dropout: float
+) -> None:
+    query, key, value, gate = integer_inputs(batch=2, heads=4, length=length, width=width)
+    inputs, grad = (query, key[:, :2], value[:, :2], gate), torch.randn(query.shape)
+    exact = gradients(tuple(x.double() for x in inputs), grad, impl="reference", dropout=dropout)
+    for right, ours in zip(exact, gradients(inputs, grad, dropout=dropout), strict=True):
+        assert_close(ours.double(), right, rtol=1e-5, atol=2e-6 * (1 + right.abs().max().item()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_in_and_out_is_float32_inside(variant: str, dtype: torch.dtype) -> None:
+    query, key, value, gate = integer_inputs(dtype=dtype)
+    inputs, grad = (query, key, value, gate.float()), torch.randn(query.shape).to(dtype)
+    exact = gradients(tuple(x.double() for x in inputs), grad, impl="reference", tolerance=0.0)
+    kernel = gradients(inputs, grad, tolerance=0.0)
+    # Backward reads the output as it was stored, so even the float32 gate's gradient carries the dtype's rounding.
+    rounding = torch.finfo(dtype).eps
+    for right, ours, given in zip(exact[1:], kernel[1:], inputs, strict=True):
+        assert ours.dtype == given.dtype
+        assert_close(ours.double(), right, rtol=2 * rounding, atol=rounding * right.abs().max().item())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tolerance", [0.0, None])
+def test_same_bits_on_every_run_and_for_any_number_of_threads(
+    variant: str, masked: bool, tolerance: float | None
+) -> None:
+    inputs = language_like(2, 3, 333, 24)
+    grad = torch.randn(2, 3, 333, 24)
+    options: dict[str, object] = {"tolerance": tolerance, "dropout": 0.1}
+    if masked:
+        options["key_mask"] = torch.rand(2, 333) < 0.8
+        options["segment_ids"] = torch.randint(4, (2, 333)).sort(dim=1).values
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3, 1):
+            torch.set_num_threads(count)
+            found.append(gradients(inputs, grad, **options))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(equal_bits(left, right) for left, right in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, None, 1e-3])
+@pytest.mark.parametrize("bound", [None, 8.0])
+def test_same_bits_alone_or_in_a_batch(variant: str, tolerance: float | None, bound: float | None) -> None:
+    inputs = language_like(5, 2, 150)
+    grad = torch.randn(5, 2, 150, 64)
+    options = {"tolerance": tolerance, "score_bound": bound}
+    together = gradients(inputs, grad, **options)
+    for index in (0, 3):
+        row = slice(index, index + 1)
+        alone = gradients(tuple(x[row] for x in inputs), grad[row], **options)
+        assert all(equal_bits(left[row], right) for left, right in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("left, right", [(5, 0), (0, 9), (37, 50)])
+@pytest.mark.parametrize("tolerance", [0.0, None])
+def test_same_bits_padded_or_not(variant: str, left: int, right: int, tolerance: float | None) -> None:
+    inputs = language_like(2, 2, 150)
+    plain = run(*inputs, tolerance=tolerance, score_bound=8.0)
+    noise = language_like(2, 2, left + 150 + right, seed=1)
+    padded = [x.clone() for x in noise]
+    for whole, part in zip(padded, inputs, strict=True):
+        whole[:, :, left : left + 150] = part
+    mask = torch.zeros(2, left + 150 + right, dtype=torch.bool)
+    mask[:, left : left + 150] = True
+    out = run(*padded, key_mask=mask, tolerance=tolerance, score_bound=8.0)
+    assert equal_bits(out[:, :, left : left + 150], plain)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("tolerance", [0.0, None])
+@pytest.mark.parametrize("bound", [None, 8.0])
+def test_same_bits_prefilled_or_decoded(
+    variant: str, kv_heads: int, tolerance: float | None, bound: float | None
+) -> None:
+    query, key, value, gate = language_like(2, 4, 97)
+    key, value = key[:, :kv_heads], value[:, :kv_heads]
+    full = run(query, key, value, gate, tolerance=tolerance, score_bound=bound)
+    for pieces in ([1] * 97, [50, 3, 1, 43]):
+        end, parts = 0, []
+        for size in pieces:
+            start, end = end, end + size
+            parts.append(
+                run(
+                    *(query[:, :, start:end], key[:, :, :end], value[:, :, :end], gate[:, :, start:end]),
+                    tolerance=tolerance,
+                    score_bound=bound,
+                )
+            )
+        assert equal_bits(torch.cat(parts, dim=2), full)
+
+
+def test_any_strides_give_the_same_bits(variant: str) -> None:
+    inputs = language_like(2, 4, 70, 24)
+    grad = torch.randn(2, 4, 70, 24)
+    plain = gradients(inputs, grad)
+    layouts = (
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        lambda x: torch.stack([x, x + 1], dim=-1)[..., 0],
+        lambda x: x.flip(2).flip(2).expand(*x.shape),
+    )
+    for layout in layouts:
+        strided = [layout(x) for x in inputs]
+        assert equal_bits(run(*strided), plain[0])
+        leaves = [x.requires_grad_() for x in strided]
+        run(*leaves).backward(layout(grad))
+        for leaf, expected in zip(leaves, plain[1:], strict=True):
+            assert equal_bits(leaf.grad, expected)
+    shared = inputs[1][:, :1].expand(2, 4, 70, 24)  # a stride of 0
+    assert equal_bits(run(inputs[0], shared, inputs[2], inputs[3]), run(inputs[0], shared.clone(), *inputs[2:]))
+
+
+def test_dropout_removes_the_weights_that_the_reference_removes(variant: str) -> None:
+    inputs = integer_inputs(batch=2, heads=3, length=77)
+    for probability in (0.01, 0.5, 0.9):
+        torch.manual_seed(5)
+        expected = run(*inputs, dropout=probability, impl="reference")
+        torch.manual_seed(5)
+        assert_close(run(*inputs, dropout=probability), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", [0.0, -1e-8, -1e-3, -0.7, -100.0])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 100.0])
+@pytest.mark.parametrize("tolerance", [0.0, None])
+def test_any_gate_and_size_of_score_is_safe(variant: str, gate: float, size: float, tolerance: float | None) -> None:
+    query, key, value, _ = integer_inputs(length=111)
+    gates = torch.full(query.shape[:3], gate)
+    inputs, grad = (query * size, key * size, value, gates), torch.randn(value.shape)
+    exact = gradients(tuple(x.double() for x in inputs), grad, impl="reference")
+    for right, ours in zip(exact, gradients(inputs, grad, tolerance=tolerance), strict=True):
+        # float32 holds logits of 1e5 to 1e-2 at best, and weights no better than that.
+        allowed = (1e-2 if size > 1 else 1e-5) * (1 + right.abs().max().item())
+        assert_close(ours.double(), right, rtol=1e-4, atol=allowed)
+
+
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-2, 1e-4])
+@pytest.mark.parametrize("kind", ["random", "all kept", "rising", "weak gates", "far spike"])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, -0.5])
+def test_certificate_holds(variant: str, tolerance: float, kind: str, threshold: float) -> None:
+    """|out(tolerance) - out(0)| <= tolerance * max |value|, on inputs made to strain it."""
+    query, key, value, gate = language_like(2, 2, 600, 16, seed=3)
+    if kind != "random":
+        query = torch.ones_like(query)
+    if kind == "all kept":
+        key = torch.full_like(key, 0.3)
+    if kind == "rising":
+        # The further back, the larger the score, up to the bound: the discarded tail is as heavy as it can be.
+        key = torch.linspace(1.0, 0.01, 600)[:, None].expand(2, 2, 600, 16).contiguous()
+    if kind == "weak gates":
+        key, gate = key.abs(), torch.full_like(gate, -0.01)
+    if kind == "far spike":
+        key = torch.full_like(key, 0.01)
+        key[:, :, ::50] = 1.0
+        gate = torch.full_like(gate, -0.05)
+    value = value.sign() * torch.linspace(1.0, -1.0, 600)[:, None].sign()
+    options = {"score_bound": 4.0, "threshold": threshold}
+    whole = run(query, key, value, gate, tolerance=0.0, **options).double()
+    stopped = run(query, key, value, gate, tolerance=tolerance, **options).double()
+    assert (stopped - whole).abs().max() <= tolerance * value.abs().max() + 2e-6
+    bare = run(query, key, value, gate, tolerance=tolerance, threshold=threshold).double()
+    assert (bare - whole).abs().max() <= tolerance * value.abs().max() + 2e-6
+
+
+def test_early_stop_really_leaves_keys_out(variant: str) -> None:
+    query = torch.ones(1, 1, 300, 4)
+    identity = torch.eye(300)[:, :200].reshape(1, 1, 300, 200).contiguous()
+    gate = torch.full((1, 1, 300), -1.0)
+    weights = run(query, query, identity, gate, tolerance=1e-3)[0, 0, 299]
+    whole = run(query, query, identity, gate, tolerance=0.0)[0, 0, 299]
+    assert (whole[250:] > 0).all()
+    assert (weights[:250] == 0).all()
+
+
+def test_default_tolerance_is_indistinguishable_from_visiting_everything(variant: str) -> None:
+    inputs, grad = language_like(1, 4, 700), torch.randn(1, 4, 700, 64)
+    whole, default = gradients(inputs, grad, tolerance=0.0), gradients(inputs, grad)
+    for left, right in zip(whole, default, strict=True):
+        assert_close(left, right, rtol=1e-5, atol=2e-6 * left.abs().max().item())
+
+
+def test_several_python_threads_at_once_get_their_own_results() -> None:
+    problems = [language_like(1, 2, 200, seed=seed) for seed in range(4)]
+    expected = [run(*inputs) for inputs in problems]
+    failures: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            if not equal_bits(run(*problems[index]), expected[index]):
+                failures.append(index)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+
+
+def _in_child(queue) -> None:  # type: ignore[no-untyped-def]
+    inputs = language_like(2, 2, 200)
+    grad = torch.ones(2, 2, 200, 64)
+    queue.put([x.numpy().tobytes() for x in gradients(inputs, grad)])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_works_after_fork() -> None:
+    _ = gradients(language_like(2, 2, 200), torch.ones(2, 2, 200, 64))  # the parent's pool is running
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue,))
+    child.start()
+    found = queue.get(timeout=60)
+    child.join()
+    expected = gradients(language_like(2, 2, 200), torch.ones(2, 2, 200, 64))
+    assert found == [x.numpy().tobytes() for x in expected]
+
+
+MEMORY = """
+import resource, sys, torch
+from tra import threshold_relative_attention
+length = int(sys.argv[1])
+inputs = [torch.randn(1, 2, length, 32).requires_grad_() for _ in range(3)]
+gate = (-torch.rand(1, 2, length)).requires_grad_()
+warm = [x[:, :, :64].detach().requires_grad_() for x in inputs]
+threshold_relative_attention(*warm, gate[:, :, :64], impl="cpu", tolerance=1e-6).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+threshold_relative_attention(*inputs, gate, impl="cpu", tolerance=1e-6).sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    def kilobytes(length: int) -> int:
+        command = [sys.executable, "-c", MEMORY, str(length)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    # Output and gradients of 2 heads x 65,536 x 32 floats are 67 MB; one 65,536 x 65,536 matrix would be 17 GB.
+    assert kilobytes(65_536) < 300_000
+
+
+def _source_tree(folder: Path) -> Path:
+    shutil.copytree(ROOT / "tra", folder / "tra", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def test_without_a_compiler_the_package_still_works_and_says_so_once(tmp_path: Path) -> None:
+    tree = _source_tree(tmp_path)
+    environment = {**os.environ, "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++", "PYTHONPATH": str(tree)}
+    build = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert build.returncode == 0, build.stderr
+    assert not list(tree.rglob("*.so"))
+    program = """
+import json, torch, warnings
+from tra import threshold_relative_attention
+from tra.ops.threshold_relative import cpu
+x, gate = torch.randn(1, 2, 9, 8), -torch.rand(1, 2, 9)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    first = threshold_relative_attention(x, x, x, gate)
+    threshold_relative_attention(x, x, x, gate)
+try:
+    threshold_relative_attention(x, x, x, gate, impl="cpu")
+except ValueError as error:
+    refusal = str(error)
+same = torch.equal(first, threshold_relative_attention(x, x, x, gate, impl="reference"))
+print(json.dumps([[str(w.message) for w in caught], refusal, same, cpu.__file__]))
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", program], cwd=tree, env=environment, capture_output=True, text=True, check=True
+    )
+    (message,), refusal, same, file = json.loads(output.stdout)
+    assert file.startswith(str(tree))
+    assert "install a C++ compiler" in message
+    assert "impl 'cpu' is not built" in refusal
+    assert same
+
+
+def test_builds_without_torch(tmp_path: Path) -> None:
+    tree = _source_tree(tmp_path)
+    (tree / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    build = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert build.returncode == 0, build.stderr
+    assert list(tree.rglob("_cpu_generic*.so"))
