@@ -174,7 +174,7 @@ def _attention_case(
         )
 
     def others() -> dict[str, Work]:
-        found = {"SDPA": prepare(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), False)}
+        found = {"SDPA": prepare(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), False)}
         if listings:
             found["paper, eager"] = prepare(papers_listing, True)
             found["paper, compiled"] = prepare(torch.compile(papers_listing), True)

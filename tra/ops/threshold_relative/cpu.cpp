@@ -70,6 +70,11 @@ constexpr int64_t kFullVisitRows = 512;
 constexpr int64_t kLargeTile = 8 * kKeys, kSmallTile = 3 * kKeys;
 // With this many rows under way a large tile's traffic matters more than its ragged ends.
 constexpr int64_t kManyRows = 768;
+// Gradients are differences of nearly equal products when one key dominates. Nothing but accuracy
+// depends on their bits, so they are summed in short chains.
+constexpr int64_t kShortChain = 32;
+// Multiplications that are worth another thread: some 50 microseconds.
+constexpr double kThreadWork = 5e5;
 // With this few rows on one key head, lanes would stay empty: take one row at a time.
 constexpr int64_t kFewRows = 4;
 
@@ -102,10 +107,13 @@ bool all_finite(const float* row, int64_t count) {
     return largest < 0x7f800000u;
 }
 
-double norm(const float* row, int64_t count) {
+double dot(const float* a, const float* b, int64_t count) {
     double sum[8] = {};
-    for (int64_t d = 0; d < count; d++) sum[d % 8] += double(row[d]) * row[d];
-    return std::sqrt(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
+    int64_t d = 0;
+    for (; d + 8 <= count; d += 8)
+        for (int64_t n = 0; n < 8; n++) sum[n] += double(a[d + n]) * b[d + n];
+    for (; d < count; d++) sum[0] += double(a[d]) * b[d];
+    return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
 }
 
 // Keys beyond count C weigh at most sum_{c > C} e^(U + g (c - 1)) = e^(U + g C) / (1 - e^g), while
@@ -196,7 +204,7 @@ struct Plan {
         for (int64_t key = 0; key < p.key_length; key++) {
             if (valid(batch, key)) {
                 read(p.key, batch, head, key, p.width, row);
-                if (all_finite(row, p.width)) largest = std::max(largest, float(norm(row, p.width)));
+                if (all_finite(row, p.width)) largest = std::max(largest, float(std::sqrt(dot(row, row, p.width))));
             }
             largest_norm[(batch * p.key_heads + head) * p.key_length + key] = largest;
         }
@@ -232,7 +240,7 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
     }
     double bound = p.score_bound * kBoundSlack;
     if (p.score_bound < 0)
-        bound = std::fabs(p.scale) * norm(components, p.width) * kBoundSlack *
+        bound = std::fabs(p.scale) * std::sqrt(dot(components, components, p.width)) * kBoundSlack *
                 plan.largest_norm[(batch * p.key_heads + head / plan.group) * p.key_length + row.position];
     double least = std::max(double(p.threshold), -bound);
     row.safe = bound <= kSafeBound && least >= -kSafeBound;
@@ -278,7 +286,11 @@ struct Lanes {
     alignas(64) float offset[kLanes];  // subtracted from every logit
     alignas(64) float poison[kLanes];  // NaN once the row has kept a value that is not finite
     alignas(64) float delta[kLanes];
-    alignas(64) float grad_gate[kLanes];
+    alignas(64) float inverse[kLanes];  // one over the sum that forward found
+    alignas(64) float carry[kLanes];   // what the sum, or grad_gate, lost by rounding
+    alignas(64) float grad_gate[kLanes];  // of the gate: sums of gradients times distances,
+    alignas(64) float grad_sum[kLanes];   // of gradients, zero but for rounding,
+    alignas(64) float mean[kLanes];       // and of weights times distances
     alignas(64) int32_t position[kLanes];
     alignas(64) int32_t segment[kLanes];
     alignas(64) int32_t first_key[kLanes];
@@ -427,10 +439,11 @@ class Walk {
         lanes.limit[lane] = row.limit;
         lanes.count[lane] = 0;
         lanes.sum[lane] = kMode == Mode::kMaximum ? -kInfinity : 0;
+        lanes.inverse[lane] = kMode == Mode::kBackward ? 1 / row.state[1] : 0;
         lanes.offset[lane] = row.offset;
         lanes.poison[lane] = 0;
         lanes.delta[lane] = delta;
-        lanes.grad_gate[lane] = 0;
+        lanes.carry[lane] = lanes.grad_gate[lane] = lanes.grad_sum[lane] = lanes.mean[lane] = 0;
         lanes.position[lane] = row.position;
         lanes.segment[lane] = row.segment;
         lanes.first_key[lane] = row.first_key;
@@ -461,23 +474,20 @@ class Walk {
         lanes.highest = -1;
     }
 
-    // The gradient of the output, over the row's sum so that a weight's exponential needs no
-    // division, and delta = grad . output likewise. False: not finite.
+    // The gradient of the output, and delta = gradient . output. False: not finite.
     bool open_gradient(const Row& row, float* grad, float& delta) {
-        float output[256];
+        float room[256];
         const int64_t width = problem_.value_width;
         plan_.read(problem_.grad_output, batch_, row.head, row.query, width, grad);
-        plan_.read(problem_.output, batch_, row.head, row.query, width, output);
-        float part[8] = {};
-        for (int64_t d = 0; d < width; d++) part[d % 8] = multiply_add(grad[d], output[d], part[d % 8]);
-        delta = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
-        float inverse = row.state[1] == 0 ? 0.0f : 1 / row.state[1];
-        if (!all_finite(grad, width) || !std::isfinite(delta) || !std::isfinite(row.state[1])) return false;
-        delta *= inverse;
-        for (int64_t d = 0; d < width; d++) grad[d] *= inverse;
-        return true;
+        delta = float(dot(grad, plan_.look(problem_.output, batch_, row.head, row.query, width, room), width));
+        return all_finite(grad, width) && std::isfinite(delta) && std::isfinite(row.state[1]);
     }
 
+    // Distances are taken from their mean: an error in delta, which shifts all gradients of a row in
+    // proportion to their weights, then cancels instead of being multiplied by the mean distance.
+    static float gate_gradient(const Lanes& lanes, int lane) {
+        return lanes.grad_gate[lane] + (lanes.carry[lane] - lanes.mean[lane] * lanes.grad_sum[lane]);
+    }
     void write_gradient(const Row& row, const float* sums, float grad_gate) {
         float grad[256];
         for (int64_t d = 0; d < problem_.width; d++)
@@ -509,18 +519,22 @@ class Walk {
         }
     }
 
-    // b . a^T for rows of b from `first` on: scores, or products of gradients with values.
+    // Products of the rows in lanes with the packed rows of the tile from `first` on, as sums of chains
+    // of at most `chain` terms.
     template <int kStride, int kCount>
-    static void products(const float* a, int64_t width, const float* b, int64_t first, int64_t count, float* to) {
-        for (int64_t k = first; k < count; k += kKeys)
-            multiply<kCount, kStride, false>({width, a, kLanes, b + k * kStride, 1}, to + k * kLanes, kLanes, false);
+    void products(const float* lanes, int64_t width, int64_t chain, const float* rows, int64_t first, float* to) {
+        for (int64_t k = first; k < tile_.count; k += kKeys)
+            for (int64_t d = 0; d < width; d += chain)
+                multiply<kCount, kStride, false>(
+                    {std::min(chain, width - d), lanes + d * kLanes, kLanes, rows + k * kStride + d, 1},
+                    to + k * kLanes, kLanes, d ? Onto::kTotal : Onto::kNothing);
     }
     template <int kCount>
-    static void products(int64_t stride, const float* a, int64_t width, const float* b, int64_t first,
-                         int64_t count, float* to) {
-        if (stride == 64) products<64, kCount>(a, width, b, first, count, to);
-        else if (stride == 128) products<128, kCount>(a, width, b, first, count, to);
-        else products<256, kCount>(a, width, b, first, count, to);
+    void products(int64_t stride, const float* lanes, int64_t width, int64_t chain, const float* rows, int64_t first,
+                  float* to) {
+        if (stride == 64) products<64, kCount>(lanes, width, chain, rows, first, to);
+        else if (stride == 128) products<128, kCount>(lanes, width, chain, rows, first, to);
+        else products<256, kCount>(lanes, width, chain, rows, first, to);
     }
 
     // All keys of the tile against one group of rows.
@@ -538,9 +552,10 @@ class Walk {
         int64_t first = 0;  // skip keys that lie after all rows of the group
         while (first < count && tile_.index[first] > lanes.highest) first++;
         first -= first % kKeys;
-        products<kCount>(plan_.key_stride, base, problem_.width, keys_.data, first, count, weights);
+        products<kCount>(plan_.key_stride, base, problem_.width, problem_.width, keys_.data, first, weights);
         if (kMode == Mode::kBackward)
-            products<kCount>(plan_.value_stride, base + grad_at_, problem_.value_width, values_.data, first, count, grads);
+            products<kCount>(plan_.value_stride, base + grad_at_, problem_.value_width, kShortChain, values_.data, first,
+                             grads);
 
         const bool masked = problem_.segment_ids || (count && tile_.index[0] > lanes.lowest);
         const bool drops = plan_.drop_below && kMode != Mode::kMaximum;
@@ -567,9 +582,9 @@ class Walk {
             float* to = sums + lane * sums_width_;
             int64_t d = 0;
             for (; d + kLanes <= sums_width_; d += kLanes, terms.a += kLanes)
-                multiply<kVectors, 1, false>(terms, to + d, sums_width_, true);
+                multiply<kVectors, 1, false>(terms, to + d, sums_width_, Onto::kSum);
             for (; d < sums_width_; d += kWidth, terms.a += kWidth)
-                multiply<1, 1, false>(terms, to + d, sums_width_, true);
+                multiply<1, 1, false>(terms, to + d, sums_width_, Onto::kSum);
         }
     }
 
@@ -580,10 +595,12 @@ class Walk {
         const int at = n * kWidth;
         const Floats gate = load(lanes.gate + at), limit = load(lanes.limit + at);
         const Floats offset = load(lanes.offset + at), delta = load(lanes.delta + at);
+        const Floats inverse = load(lanes.inverse + at);
         const Floats zero = {}, scale = splat(problem_.scale), threshold = splat(problem_.threshold);
         const Ints position = load(lanes.position + at), segment = load(lanes.segment + at);
         const Words low = load(lanes.low + at), high = load(lanes.high + at);
-        Floats count = load(lanes.count + at), sum = load(lanes.sum + at), grad_gate = load(lanes.grad_gate + at);
+        Floats count = load(lanes.count + at), sum = load(lanes.sum + at), carry = load(lanes.carry + at);
+        Floats grad_gate = load(lanes.grad_gate + at), grad_sum = load(lanes.grad_sum + at), mean = load(lanes.mean + at);
         int64_t bad = 0;
         for (int64_t k = first; k < tile_.count; k++) {
             float* place = weights + k * kLanes + at;
@@ -600,11 +617,16 @@ class Walk {
             }
             logit = logit > kLeastExponent ? logit : splat(kLeastExponent);
             Floats weight = counts ? exponential(logit) : zero;
-            sum += weight;
+            if (kMode == Mode::kForward) {
+                Floats larger = sum + weight;
+                carry += weight - (larger - sum);
+                sum = larger;
+            }
             if (kMode == Mode::kForward && __builtin_expect(bad < tile_.bad_count && tile_.bad[bad] == k, 0)) {
                 store(lanes.poison + at, counts ? splat(kNaN) : load(lanes.poison + at));
                 bad++;
             }
+            if (kMode == Mode::kBackward) weight *= inverse;
             Floats dropped = weight;
             if (kDrops) {
                 Ints stays = random_bits(uint32_t(tile_.index[k]), low, high) >= plan_.drop_below;
@@ -619,13 +641,20 @@ class Walk {
             if (kMode == Mode::kBackward) {
                 float* grad_place = grads + k * kLanes + at;
                 Floats grad = weight * (load(grad_place) - delta);
-                grad_gate = multiply_add(grad, distance, grad_gate);
+                Floats term = grad * distance, larger = grad_gate + term;
+                carry += term - (larger - grad_gate);
+                grad_gate = larger;
+                grad_sum += grad;
+                mean = multiply_add(weight, distance, mean);
                 store(grad_place, grad);
             }
         }
         store(lanes.count + at, count);
         store(lanes.sum + at, sum);
+        store(lanes.carry + at, carry);
         store(lanes.grad_gate + at, grad_gate);
+        store(lanes.grad_sum + at, grad_sum);
+        store(lanes.mean + at, mean);
     }
 
     // Gradients of the tile's keys and values: every row that sees them is under way, so they are
@@ -667,9 +696,9 @@ class Walk {
             int64_t d = 0;
             Terms terms{count, arena_.data, 0, weights + k * kLanes, 0, index.data() + begin, weight_index_.data() + begin};
             for (; d + kLanes <= width; d += kLanes, terms.a += kLanes)
-                multiply<kVectors, kLanes, true>(terms, to + k * width + d, width, begin > 0);
+                multiply<kVectors, kLanes, true>(terms, to + k * width + d, width, begin ? Onto::kSum : Onto::kNothing);
             for (; d < width; d += kWidth, terms.a += kWidth)
-                multiply<1, kLanes, true>(terms, to + k * width + d, width, begin > 0);
+                multiply<1, kLanes, true>(terms, to + k * width + d, width, begin ? Onto::kSum : Onto::kNothing);
         }
     }
 
@@ -698,7 +727,8 @@ class Walk {
             int free = __builtin_ctzll(~target.active);
             target.active |= uint64_t(1) << free;
             float *const fields[] = {source.gate, source.limit, source.count, source.sum, source.offset,
-                                     source.poison, source.delta, source.grad_gate};
+                                     source.poison, source.delta, source.inverse, source.carry, source.grad_gate,
+                                     source.grad_sum, source.mean};
             for (float* field : fields) (field - source.gate + target.gate)[free] = field[lane];
             target.position[free] = source.position[lane];
             target.segment[free] = source.segment[lane];
@@ -728,8 +758,9 @@ class Walk {
         const Row& row = lanes.row[lane];
         float* sums = data(group) + sums_at_ + lane * sums_width_;
         if (kMode == Mode::kMaximum) row.state[0] = lanes.count[lane] > 0 ? lanes.sum[lane] : 0;
-        else if (kMode == Mode::kBackward) write_gradient(row, sums, lanes.grad_gate[lane]);
-        else finish_forward(plan_, batch_, row, lanes.offset[lane], lanes.sum[lane], lanes.poison[lane], sums);
+        else if (kMode == Mode::kBackward) write_gradient(row, sums, gate_gradient(lanes, lane));
+        else finish_forward(plan_, batch_, row, lanes.offset[lane], lanes.sum[lane] + lanes.carry[lane],
+                            lanes.poison[lane], sums);
         lanes.active &= ~(uint64_t(1) << lane);
         lanes.limit[lane] = -1;
         active_--;
@@ -785,10 +816,11 @@ class SingleRow {
             Floats weight = exponential(logit);
             std::memcpy(&logits_[c], &weight, sizeof weight);
         }
-        float sum = 0, poison = 0, converted[256];
+        float sum = 0, carry = 0, poison = 0, converted[256];
         for (int64_t c = 0; c < count; c++) {
-            float weight = logits_[c];
-            sum += weight;
+            float weight = logits_[c], larger = sum + weight;
+            carry += weight - (larger - sum);
+            sum = larger;
             const float* value = plan_.look(p.value, batch, key_head, kept_[c], p.value_width, converted);
             if (!all_finite(value, p.value_width)) {
                 poison = kNaN;
@@ -797,7 +829,7 @@ class SingleRow {
             if (plan_.drop_below && random_bits(uint32_t(kept_[c]), row.low, row.high) < plan_.drop_below) continue;
             for (int64_t d = 0; d < p.value_width; d++) sums[d] = multiply_add(weight, value[d], sums[d]);
         }
-        finish_forward(plan_, batch, row, offset, sum, poison, sums);
+        finish_forward(plan_, batch, row, offset, sum + carry, poison, sums);
     }
 
    private:
@@ -849,10 +881,11 @@ template <class Worker>
 struct Team {
     const Plan& plan;
     int64_t items;
+    double work;  // about how many multiplications there are
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
 
-    static void work(void* self) {
+    static void take_part(void* self) {
         Team& team = *static_cast<Team*>(self);
         try {
             int64_t item = team.next++;
@@ -864,23 +897,37 @@ struct Team {
         }
     }
     bool run() {
-        int64_t threads = std::min<int64_t>(std::max(1, plan.problem.threads), items);
+        double worth = std::min(1 + work / kThreadWork, 1e6);  // waking a thread costs time too
+        int64_t threads = std::min({int64_t(plan.problem.threads), items, int64_t(worth)});
         if (threads <= 1) {
-            work(this);
+            take_part(this);
         } else if (plan.problem.parallel) {
-            plan.problem.parallel(&work, this, unsigned(threads), 0);
+            plan.problem.parallel(&take_part, this, unsigned(threads), 0);
         } else {
             std::vector<std::thread> others;
             try {
-                for (int64_t t = 1; t < threads; t++) others.emplace_back(&work, this);
+                for (int64_t t = 1; t < threads; t++) others.emplace_back(&take_part, this);
             } catch (...) {  // fewer threads then
             }
-            work(this);
+            take_part(this);
             for (std::thread& other : others) other.join();
         }
         return !failed;
     }
 };
+
+// What decoding is likely to cost if half of the keys are kept.
+double row_work(const Plan& plan) {
+    const TraProblem& p = plan.problem;
+    if (p.score_bound < 0) return kInfinity;
+    const float* gates = static_cast<const float*>(p.log_gate.data);
+    double keys = 0;
+    for (int64_t row = 0; row < p.batch * p.query_heads * p.query_length; row++) {
+        int64_t query = row % p.query_length, head = row / p.query_length;
+        keys -= 2 * plan.decay / gates[plan.offset(p.log_gate, head / p.query_heads, head % p.query_heads, query)];
+    }
+    return keys >= 0 ? keys * p.width : kInfinity;
+}
 
 struct NormWorker {
     Plan& plan;
@@ -940,8 +987,8 @@ struct BackwardWorker {
 };
 
 template <class Worker>
-int run_team(const Plan& plan, int64_t items) {
-    Team<Worker> team{plan, items};
+int run_team(const Plan& plan, int64_t items, double work) {
+    Team<Worker> team{plan, items, work};
     return team.run() ? 0 : 1;
 }
 
@@ -962,11 +1009,12 @@ extern "C" int TRA_JOIN(tra_forward_, TRA_VARIANT)(const TraProblem* problem) {
         const TraProblem& p = *problem;
         Plan plan(p);
         int64_t heads = p.batch * p.key_heads;
-        if (p.score_bound < 0 && run_team<NormWorker>(plan, heads)) return 1;
+        double keys = double(heads) * p.key_length * p.width, work = keys * p.query_length * plan.group;
+        if (p.score_bound < 0 && run_team<NormWorker>(plan, heads, keys)) return 1;
         if (p.query_length * plan.group <= kFewRows)
-            return run_team<RowWorker>(plan, p.batch * p.query_heads * p.query_length);
+            return run_team<RowWorker>(plan, p.batch * p.query_heads * p.query_length, std::min(work, row_work(plan)));
         int64_t size = rows_per_item(plan);
-        return run_team<ForwardWorker>(plan, heads * ((p.query_length + size - 1) / size));
+        return run_team<ForwardWorker>(plan, heads * ((p.query_length + size - 1) / size), work);
     });
 }
 
@@ -974,8 +1022,10 @@ extern "C" int TRA_JOIN(tra_backward_, TRA_VARIANT)(const TraProblem* problem) {
     return guarded([&] {
         const TraProblem& p = *problem;
         Plan plan(p);
-        if (p.score_bound < 0 && run_team<NormWorker>(plan, p.batch * p.key_heads)) return 1;
-        return run_team<BackwardWorker>(plan, p.batch * p.key_heads);
+        int64_t heads = p.batch * p.key_heads;
+        double keys = double(heads) * p.key_length * p.width, work = 2 * keys * p.query_length * plan.group;
+        if (p.score_bound < 0 && run_team<NormWorker>(plan, heads, keys)) return 1;
+        return run_team<BackwardWorker>(plan, heads, work);
     });
 }
 

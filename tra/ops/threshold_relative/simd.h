@@ -89,6 +89,10 @@ inline Floats exponential(Floats x) {
     return (Floats)((Words)p + ((Words)shifted << 23));
 }
 
+// What multiply() does with what its result holds already: nothing, go on summing from there, or add
+// a sum of its own to it.
+enum class Onto { kNothing, kSum, kTotal };
+
 // c[k][lane] (+)= sum over t of a[t][lane] * b[t][k], one multiply_add() per term from t = 0 upward,
 // whatever the block: the kernel's only inner loop. The lanes of a row are contiguous; elements of b
 // that belong to one t lie `kStep` apart. With Indexed, term t is found at a + a_index[t] and
@@ -104,11 +108,11 @@ struct Terms {
 };
 
 template <int kCount, int kStep, bool kIndexed>
-inline void multiply(const Terms& terms, float* c, long c_stride, bool resume) {
+inline void multiply(const Terms& terms, float* c, long c_stride, Onto onto) {
     Floats sum[kKeys][kCount];
     for (int k = 0; k < kKeys; k++)
         for (int n = 0; n < kCount; n++)
-            sum[k][n] = resume ? load(c + k * c_stride + n * kWidth) : Floats{};
+            sum[k][n] = onto == Onto::kSum ? load(c + k * c_stride + n * kWidth) : Floats{};
     const float* a = terms.a;
     const float* b = terms.b;
     for (long t = 0; t < terms.count; t++) {
@@ -128,7 +132,10 @@ inline void multiply(const Terms& terms, float* c, long c_stride, bool resume) {
         }
     }
     for (int k = 0; k < kKeys; k++)
-        for (int n = 0; n < kCount; n++) store(c + k * c_stride + n * kWidth, sum[k][n]);
+        for (int n = 0; n < kCount; n++) {
+            float* to = c + k * c_stride + n * kWidth;
+            store(to, onto == Onto::kTotal ? load(to) + sum[k][n] : sum[k][n]);
+        }
 }
 
 // Counter-based random bits, the same for every implementation of the operator: a row's two words
