@@ -9,7 +9,7 @@ import platform
 from setuptools import Extension, setup
 
 FOLDER = "tra/ops/threshold_relative"
-COMMON = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+COMMON = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-maybe-uninitialized"]
 VARIANTS = {"generic": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {
@@ -25,7 +25,7 @@ setup(
         Extension(
             f"tra.ops.threshold_relative._cpu_{variant}",
             sources=[f"{FOLDER}/cpu.cpp"],
-            depends=[f"{FOLDER}/simd.h"],
+            depends=[f"{FOLDER}/{name}.h" for name in ("plan", "simd", "walk")],
             define_macros=[("TRA_VARIANT", variant), *([("TRA_DISPATCH", "1")] if variant == "generic" else [])],
             extra_compile_args=[*COMMON, *flags],
             optional=True,

@@ -296,6 +296,29 @@ def test_certificate_holds(variant: str, tolerance: float, kind: str, threshold:
     assert (bare - whole).abs().max() <= tolerance * value.abs().max() + 2e-6
 
 
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-2])
+@pytest.mark.parametrize("gates", ["language", -0.02, -0.3])
+def test_certificate_bounds_the_gradients(variant: str, tolerance: float, gates: str | float) -> None:
+    """The table of docs/kernel.md."""
+    query, key, value, gate = language_like(1, 2, 500, 16, seed=4)
+    if isinstance(gates, float):
+        query, gate = torch.ones_like(query), torch.full_like(gate, gates)
+        key = torch.linspace(1.0, 0.01, 500)[:, None].expand(1, 2, 500, 16).contiguous()
+    grad = torch.randn(1, 2, 500, 16)
+    inputs = (query, key, value, gate)
+    whole, stopped = (gradients(inputs, grad, tolerance=t, score_bound=4.0) for t in (0.0, tolerance))
+    _, dq, dk, dv, dg = ((a - b).double() for a, b in zip(stopped, whole, strict=True))
+    largest = (grad @ value.mT).abs().amax(-1).double()
+    rounding = 1e-4
+    assert (dv.abs().sum(2) <= tolerance * grad.abs().sum(2) + rounding).all()
+    assert (dq.norm(dim=-1) <= 3 * tolerance * largest / 4 * key.norm(dim=-1).max() + rounding).all()
+    assert (dk.norm(dim=-1).sum(-1) <= 3 * tolerance / 4 * (largest * query.norm(dim=-1)).sum(-1) + rounding).all()
+    odds = 4.0 * 1.001 + math.log(2 / tolerance)
+    count = ((odds + math.log1p(math.exp(-odds))) / -gate.double()).ceil()
+    assert (dg.abs() <= tolerance * largest * (4 * count - 1 / torch.expm1(gate.double())) + rounding).all()
+    assert dq.abs().max() > 0  # something was left out
+
+
 def test_early_stop_really_leaves_keys_out(variant: str) -> None:
     query = torch.ones(1, 1, 300, 4)
     identity = torch.eye(300)[:, :200].reshape(1, 1, 300, 200).contiguous()

@@ -13,6 +13,8 @@ from tra.ops.threshold_relative.options import Options
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WIDEST = 256
+LONGEST = 2**24
+"""Keys are counted in float32."""
 VARIANTS = ("generic", "avx2", "avx512")
 """From the plainest instruction set to the richest."""
 
@@ -53,6 +55,8 @@ def refusal(query: Tensor, value: Tensor) -> str | None:
         return f"computes in float32, bfloat16 and float16, got {query.dtype}"
     if query.shape[3] > WIDEST or value.shape[3] > WIDEST:
         return f"takes widths up to {WIDEST}, got {query.shape[3]} and {value.shape[3]}"
+    if value.shape[2] > LONGEST:
+        return f"takes up to {LONGEST} keys, got {value.shape[2]}"
     if not LIBRARIES:
         return "is not built: install a C++ compiler and reinstall the package"
     return None
