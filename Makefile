@@ -26,7 +26,9 @@ format: setup
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+KERNEL := $(wildcard tra/ops/threshold_relative/*.cpp tra/ops/threshold_relative/*.h)
+
+$(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --quiet --editable '.[dev]'
 	touch $@

@@ -1,11 +1,14 @@
 """Training survives: kills, interrupts, full disks, damaged checkpoints, non-finite losses, several processes."""
 
+import io
 import itertools
 import json
 import math
 import os
 import random
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +22,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+import tra.training
 from tra.errors import RunError
-from tra.model import DecoderConfig
+from tra.model import Decoder, DecoderConfig
 from tra.recipes import Recipe
 from tra.tasks import FlipFlop
+from tra.tasks.base import seed_of
 from tra.training import schedule, train, training_batches
 
 QUIET = Console(quiet=True)
@@ -171,7 +176,12 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_used(
     assert all(torch.equal(whole[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_full_disk_is_reported_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "limit, message",
+    [(20_000, "could not write the checkpoint of step 8"), (1_500, "could not write step")],
+    ids=["checkpoint", "metrics"],
+)
+def test_full_disk_is_reported_and_the_old_checkpoint_stays(tmp_path: Path, limit: int, message: str) -> None:
     folder = tmp_path / "run"
     train(replace(TINY, steps=4), folder, console=QUIET)
     intact = weights(folder, 4)
@@ -180,13 +190,13 @@ def test_full_disk_is_reported_and_the_old_checkpoint_stays(tmp_path: Path) -> N
     def no_space() -> None:
         # A write beyond the limit fails as it does on a full disk, instead of killing the process.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     process = started(folder, "--resume", str(folder), preexec_fn=no_space)
     _, err = process.communicate()
     assert process.returncode == 1
     assert "Traceback" not in err
-    assert "could not write the checkpoint of step 8" in err
+    assert message in err
     assert f"the last good checkpoint is {folder}/checkpoints/step-00000004" in err
     assert weights(folder, 4) == intact
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004"]
@@ -200,13 +210,61 @@ def test_non_finite_loss_stops_and_names_step_and_checkpoint(tmp_path: Path, mon
         loss = original(model, batch)
         return loss * math.nan if len(calls) == 7 else loss
 
-    import tra.training
-
     original = tra.training.summed_loss
     monkeypatch.setattr(tra.training, "summed_loss", poisoned)
     with pytest.raises(RunError, match=r"the loss is nan at step 7; the last good checkpoint is .*step-00000004"):
         train(TINY, folder, console=QUIET)
     assert checkpoints(folder) == [4]
+
+
+def test_non_finite_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss may be finite and its gradient not."""
+    original, calls = tra.training.summed_loss, []
+
+    def poisoned(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        calls.append(1)
+        loss = original(model, batch)
+        if len(calls) == 8:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+    monkeypatch.setattr(tra.training, "summed_loss", poisoned)
+    with pytest.raises(RunError, match=r"the gradient norm is (nan|inf) at step 8; the last good .*step-00000004"):
+        train(TINY, tmp_path / "run", console=QUIET)
+    assert checkpoints(tmp_path / "run") == [4]
+
+
+def test_checkpoints_after_damage_are_kept_and_strangers_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(replace(TINY, steps=12), folder, console=QUIET)
+    shutil.copytree(folder / "checkpoints" / "step-00000008", folder / "checkpoints" / "step-best")
+    for step in (8, 12):
+        (folder / "checkpoints" / f"step-{step:08d}" / "state.json").unlink()
+    (folder / "recipe.json").write_text(replace(TINY, steps=4).to_json())
+    with pytest.warns(UserWarning, match="is damaged"):
+        train(replace(TINY, steps=4), folder, console=QUIET)
+    assert checkpoints(folder) == [4]
+    assert (folder / "checkpoints" / "step-best").exists()
+
+
+def test_wrong_recipe_leaves_the_folder_free(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for wrong in ({"length": 15}, {"model": replace(TINY.model, heads=5)}, {"data": str(tmp_path / "nowhere")}):
+        with pytest.raises(ValueError, match="must be"):
+            train(replace(TINY, steps=2, **wrong), folder, console=QUIET)
+        assert not (folder / "recipe.json").exists()
+    train(replace(TINY, steps=2), folder, console=QUIET)
+
+
+def test_recipe_stored_before_a_field_existed_resumes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = replace(TINY, steps=2)
+    train(recipe, folder, console=QUIET)
+    stored = json.loads((folder / "recipe.json").read_text())
+    del stored["keep_checkpoints"]
+    (folder / "recipe.json").write_text(json.dumps(stored))
+    train(recipe, folder, console=QUIET)
+    assert checkpoints(folder) == [2]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -232,6 +290,8 @@ def test_two_processes_give_the_weights_of_one(tmp_path: Path, accumulate: int) 
     assert [entry["step"] for entry in metrics] == list(range(1, 13))
     for left, right in zip(metrics, alone, strict=True):
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-4)
+        # AdamW and clipping hide a wrong factor on the gradient from the weights.
+        assert left["gradient_norm"] == pytest.approx(right["gradient_norm"], rel=1e-4)
 
 
 def test_accumulation_changes_nothing_but_rounding(tmp_path: Path) -> None:
@@ -265,6 +325,8 @@ def test_trains_on_the_published_copy(tmp_path: Path, monkeypatch: pytest.Monkey
     assert checkpoints(tmp_path / "run") == [3]
     with pytest.raises(ValueError, match="length must be that of the data, 16, got 32"):
         training_batches(replace(recipe, length=32))
+    with pytest.raises(ValueError, match="batch must be at most the 24 sequences of the data, got 32"):
+        training_batches(replace(recipe, batch=32))
 
 
 def test_fresh_samples_differ_between_steps_and_seeds() -> None:
@@ -314,6 +376,51 @@ def test_writes_tensorboard_events(tmp_path: Path) -> None:
     assert [event.step for event in accumulator.Scalars("loss")] == [1, 2, 3]
 
 
-def test_mixed_precision_trains(tmp_path: Path) -> None:
-    model = train(replace(TINY, precision="bf16", steps=4), tmp_path / "run", console=QUIET)
+def test_mixed_precision_lowers_the_products_and_returns_the_model_itself(tmp_path: Path) -> None:
+    recipe = replace(TINY, steps=4)
+    model = train(replace(recipe, precision="bf16"), tmp_path / "bf16", console=QUIET)
+    full = train(recipe, tmp_path / "full", console=QUIET)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert not torch.equal(model.head.weight, full.head.weight)
+    assert_close(model.head.weight, full.head.weight, rtol=0.1, atol=0.01)
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.float32
+
+
+def test_update_is_adamw_with_clipping_warm_up_and_decay(tmp_path: Path) -> None:
+    """Against the loop written out."""
+    recipe = replace(TINY, model=replace(TINY.model, dropout=0.0), steps=5, warmup=0.4, clip=0.5, weight_decay=0.3, beta2=0.9)
+    trained = train(recipe, tmp_path / "run", console=QUIET).state_dict()
+    torch.manual_seed(seed_of("weights", recipe.seed))
+    model = Decoder(recipe.model)
+    moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
+    rates = [1e-3 / 3, 2e-3 / 3] + [0.5e-3 * (1 + math.cos(math.pi * step / 3)) for step in range(3)]
+    for step, rate in enumerate(rates):
+        batch = training_batches(recipe)(step)
+        logits, wanted = model(batch.tokens[:, :-1]), batch.counted[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits[wanted], batch.tokens[:, 1:][wanted])
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        assert norm > 0.5
+        for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            first, second = moments[name]
+            clipped = gradient * (0.5 / norm)
+            first.mul_(0.9).add_(0.1 * clipped)
+            second.mul_(0.9).add_(0.1 * clipped**2)
+            corrected = first / (1 - 0.9 ** (step + 1))
+            size = (second / (1 - 0.9 ** (step + 1))).sqrt() + 1e-8
+            with torch.no_grad():
+                parameter.mul_(1 - rate * 0.3).sub_(rate * corrected / size)
+    for name, parameter in model.state_dict().items():
+        assert_close(trained[name], parameter, rtol=1e-4, atol=1e-5)
+
+
+def test_progress_shows_loss_speed_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
+    console = Console(file=io.StringIO(), width=200)
+    train(replace(TINY, steps=3), tmp_path / "run", console=console)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert re.fullmatch(r"tiny \(tra\): step 2/3, loss [\d.]+, [\d.]+ steps/s, \d+ s left", lines[1])
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=200)
+    train(replace(TINY, steps=3), tmp_path / "live", console=terminal)
+    assert re.search(r"3/3.* loss [\d.]+, .*steps/s", terminal.file.getvalue())

@@ -6,6 +6,7 @@ checkpoints/step-00000100/model.safetensors, optimizer.safetensors, state.json (
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -38,7 +39,10 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], keep: int) -> Checkpoint:
-    """Write a checkpoint of named parts, then remove all but the newest ``keep``."""
+    """Write a checkpoint of named parts, then remove all but the newest ``keep``.
+
+    Later steps that are found are removed too: they are damaged, or the run would not be at this step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     remove_partial(folder)
     final = folder / f"step-{step:08d}"
@@ -62,8 +66,10 @@ def save(folder: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], kee
         raise RunError(
             f"could not write the checkpoint of step {step} to {folder}: {error}; {describe_last(folder)}"
         ) from error
-    for old in _step_folders(folder)[keep:]:
-        _remove(old)
+    folders = _step_folders(folder)
+    here = folders.index(final)
+    for other in folders[:here] + folders[here + keep :]:
+        _remove(other)
     return Checkpoint(final, step)
 
 
@@ -79,8 +85,9 @@ def latest(folder: Path) -> Checkpoint | None:
 
 def describe_last(folder: Path) -> str:
     """For messages: which checkpoint a run can go on from."""
-    steps = _step_folders(folder)
-    return f"the last good checkpoint is {steps[0]}" if steps else "there is no earlier checkpoint"
+    with warnings.catch_warnings(action="ignore"):
+        found = latest(folder)
+    return f"the last good checkpoint is {found.path}" if found else "there is no earlier checkpoint"
 
 
 def remove_partial(folder: Path) -> None:
@@ -117,8 +124,8 @@ def _verified(path: Path) -> Checkpoint:
 
 
 def _step_folders(folder: Path) -> list[Path]:
-    """Newest first."""
-    return sorted((path for path in folder.glob("step-*") if path.suffix != PARTIAL), reverse=True)
+    """Newest first. Anything else in the folder, such as a copy somebody made, is left alone."""
+    return sorted((path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)), reverse=True)
 
 
 def _remove(path: Path) -> None:

@@ -70,6 +70,8 @@ class Evaluate:
     """Lengths in tokens; those of the recipe by default."""
     examples: int | None = None
     """Sequences per set; as many as the recipe says by default, else 100."""
+    data: str | None = None
+    """Instead of generated sets, the published copy: "hub", or a folder that holds it."""
     json: bool = False
     """Print JSON."""
 
@@ -122,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tra: error: {error}: pip install 'threshold-relative-attention[hub]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        print(f"tra: {stop or 'stopped'}", file=sys.stderr)
+        print(f"tra: {str(stop) or 'stopped'}", file=sys.stderr)
         return 130
 
 
@@ -131,11 +133,17 @@ def _demo(arguments: list[str]) -> int:
     from tra.attention import MECHANISMS
     from tra.demo import demonstrate
 
+    if not options.attention:
+        raise ValueError("attention must name at least one mechanism")
     for name in options.attention:
         lookup(MECHANISMS, name, "attention")
     folder = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     console = _console()
-    content = demonstrate(folder, options.seed, options.attention, console)
+    try:
+        content = demonstrate(folder, options.seed, options.attention, console)
+    except Interrupted as stop:
+        again = f"tra demo --seed {options.seed} --attention {' '.join(options.attention)} --output {folder}"
+        raise Interrupted(f"{stop}; go on with: {again}") from None
     console.print((folder / "table.md").read_text(), markup=False, highlight=False)
     console.print(f"{content['seconds']:.0f} s. Results, table and figures are in")
     print(folder)
@@ -150,18 +158,20 @@ def _train(arguments: list[str]) -> int:
         folder = options.output or Path("runs") / f"{recipe.name}-{recipe.model.attention}-{recipe.seed}"
         if (folder / "recipe.json").exists() and _is_first_process():
             raise ValueError(f"output {folder} already holds a run: go on with it by tra train --resume {folder}")
-    elif "--resume" in arguments:
+    elif any(argument.split("=")[0] == "--resume" for argument in arguments):
         from tra.runs import load_recipe
 
         resume = tyro.cli(Resume, args=arguments, prog="tra train")
         folder, tensorboard = resume.resume, resume.tensorboard
         recipe = load_recipe(folder)
-    else:
+    elif {"-h", "--help"} & set(arguments):
         print(f"usage: tra train RECIPE [options] | tra train --resume RUN\nrecipes: {', '.join(RECIPES)}")
-        return 0 if {"-h", "--help"} & set(arguments) else 2
+        return 0
+    else:
+        raise ValueError(f"recipe or --resume RUN must be given; recipes: {', '.join(RECIPES)}")
 
     from tra.evaluation import evaluate_all
-    from tra.report import environment, write_json
+    from tra.runs import store_results
     from tra.training import train
 
     console = _console()
@@ -170,37 +180,43 @@ def _train(arguments: list[str]) -> int:
     except Interrupted as stop:
         raise Interrupted(f"{stop}; go on with: tra train --resume {folder}") from None
     if _is_first_process():
-        results = evaluate_all(model, recipe, recipe.evaluations, console)
-        write_json(folder / "results.json", {"environment": environment(), "results": results})
+        store_results(folder, recipe, recipe.steps, evaluate_all(model, recipe, recipe.evaluations, console))
         print(folder)
     return 0
 
 
 def _evaluate(arguments: list[str]) -> int:
     options = tyro.cli(Evaluate, args=arguments, prog="tra evaluate")
-    from tra.evaluation import evaluate_all
-    from tra.report import environment, exact_match_table, write_json
-    from tra.runs import load_model, load_recipe
+    from tra.evaluation import evaluate_all, evaluate_published
+    from tra.report import environment, exact_match_table
+    from tra.runs import load_model, load_recipe, store_results
+    from tra.tasks import TASKS
 
     recipe = load_recipe(options.run)
-    evaluations = recipe.evaluations
-    custom = bool(options.sets or options.lengths or options.examples)
-    if custom:
-        known = {(entry.name, entry.length): entry.examples for entry in evaluations}
-        names = options.sets or tuple(dict.fromkeys(entry.name for entry in evaluations))
-        lengths = options.lengths or tuple(dict.fromkeys(entry.length for entry in evaluations))
-        evaluations = tuple(
-            Evaluation(name, length, options.examples or known.get((name, length), 100))
-            for length in lengths
-            for name in names
-        )
-    if not evaluations:
+    known = {(entry.name, entry.length): entry.examples for entry in recipe.evaluations}
+    names = options.sets or tuple(dict.fromkeys(name for name, _ in known))
+    lengths = options.lengths or tuple(dict.fromkeys(length for _, length in known))
+    if not names or not (lengths or options.data):
         raise ValueError(f"sets and lengths must be given: the recipe of {options.run} names none")
     console = Console(quiet=True) if options.json else _console()
-    results = evaluate_all(load_model(options.run), recipe, evaluations, console)
-    content = {"environment": environment(), "results": results}
-    if not custom:
-        write_json(options.run / "results.json", content)
+    model, step = load_model(options.run)
+    if step < recipe.steps:
+        print(f"tra: warning: the run is at step {step} of {recipe.steps}", file=sys.stderr)
+    custom = options.sets or options.lengths or options.examples is not None or options.data is not None
+    if options.data is not None:
+        folder = None if options.data == "hub" else Path(options.data)
+        results = evaluate_published(model, TASKS[recipe.task], names, folder)
+    else:
+        evaluations = [
+            Evaluation(name, length, known.get((name, length), 100) if options.examples is None else options.examples)
+            for length in lengths
+            for name in names
+        ]
+        results = evaluate_all(model, recipe, evaluations, console)
+    if custom:
+        content = {"step": step, "environment": environment(), "results": results}
+    else:
+        content = store_results(options.run, recipe, step, results)
     if options.json:
         print(json.dumps(content, indent=2))
     else:

@@ -14,6 +14,7 @@ from tra.files import write_whole
 from tra.model import Decoder
 from tra.recipes import RECIPES, Recipe
 from tra.report import environment, exact_match_table, write_json
+from tra.runs import store_results
 from tra.tasks import TASKS
 from tra.tasks.base import seeded
 from tra.training import train
@@ -35,12 +36,12 @@ def demonstrate(folder: Path, seed: int, attentions: tuple[str, ...], console: C
         seconds = time.monotonic() - training_started
         results[attention] = evaluate_all(model, recipe, recipe.evaluations, console)
         runs[attention] = {"train_seconds": round(seconds, 1), "results": results[attention]}
-        write_json(folder / attention / "results.json", {"results": results[attention]})
+        store_results(folder / attention, recipe, recipe.steps, results[attention])
         if attention == "tra":
             _draw_attention(model, recipe, folder / "attention.png")
     table = exact_match_table(results)
     content = {
-        "command": f"tra demo --seed {seed}",
+        "command": f"tra demo --seed {seed} --attention {' '.join(attentions)}",
         "seconds": round(time.monotonic() - started, 1),
         "environment": environment(),
         "runs": runs,

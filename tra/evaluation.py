@@ -1,6 +1,7 @@
 """Measuring a model on a task: full-sequence exact match."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from tra.lookup import lookup
 from tra.model import Decoder
 from tra.progress import progress
 from tra.recipes import Evaluation, Recipe
@@ -22,16 +24,31 @@ def evaluate_all(
     model: Decoder, recipe: Recipe, evaluations: Sequence[Evaluation], console: Console
 ) -> list[dict[str, Any]]:
     """Measure a model on several sets, printing a line for each length as it is done."""
+    task = TASKS[recipe.task]
+    for name in {evaluation.name for evaluation in evaluations}:
+        lookup(task.evaluation_sets(), name, "evaluation set")
     results: list[dict[str, Any]] = []
     attention = recipe.model.attention
     with progress(console, f"evaluating {attention}", len(evaluations), "set") as update:
         for done, evaluation in enumerate(evaluations, 1):
-            results.append(evaluate(model, TASKS[recipe.task], evaluation))
+            results.append(evaluate(model, task, evaluation))
             update(done, exact_match=results[-1]["exact_match"])
             if done == len(evaluations) or evaluations[done].length != evaluation.length:
                 row = [result for result in results if result["length"] == evaluation.length]
                 cells = "  ".join(f"{result['set']} {result['exact_match']:.3f}" for result in row)
                 console.print(f"{attention:>6} at {evaluation.length:>6,} tokens:  {cells}", highlight=False)
+    return results
+
+
+def evaluate_published(model: Decoder, task: Task, names: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
+    """Measure a model on splits of the copy that the task's authors published."""
+    results = []
+    for name in names:
+        whole = task.published(name, folder)
+        length = whole.tokens.shape[1]
+        size = max(1, TOKENS_PER_BATCH // length)
+        batches = (whole[start : start + size] for start in range(0, len(whole), size))
+        results.append({"set": name, "length": length, "examples": len(whole), **score(model, batches)})
     return results
 
 

@@ -13,8 +13,12 @@ Update = Callable[..., None]
 
 
 @contextmanager
-def progress(console: Console, description: str, total: int, unit: str) -> Iterator[Update]:
-    """Yield ``update(done, **numbers)``, which shows how far the work is and the numbers given."""
+def progress(console: Console, description: str, total: int, unit: str, start: int = 0) -> Iterator[Update]:
+    """Yield ``update(done, **numbers)``, which shows how far the work is and the numbers given.
+
+    ``start`` is how much was done before.
+    """
+    clock = _Clock(start)
     if console.is_terminal:
         with Progress(
             TextColumn("{task.description}"),
@@ -25,15 +29,13 @@ def progress(console: Console, description: str, total: int, unit: str) -> Itera
             console=console,
             transient=True,
         ) as bar:
-            task = bar.add_task(description, total=total, numbers="")
-            clock = _Clock()
+            task = bar.add_task(description, total=total, completed=start, numbers="")
 
             def update(done: int, **numbers: float) -> None:
                 bar.update(task, completed=done, numbers=_format(numbers, clock.speed(done), unit))
 
             yield update
     else:
-        clock = _Clock()
         shown = time.monotonic()
 
         def update(done: int, **numbers: float) -> None:
@@ -50,16 +52,13 @@ def progress(console: Console, description: str, total: int, unit: str) -> Itera
 
 
 class _Clock:
-    def __init__(self) -> None:
-        self.first: tuple[int, float] | None = None
+    def __init__(self, start: int) -> None:
+        self.start, self.began = start, time.monotonic()
 
     def speed(self, done: int) -> float:
-        """Units per second since the first call."""
-        now = time.monotonic()
-        if self.first is None:
-            self.first = (done, now)
-        count, start = self.first
-        return (done - count) / (now - start) if now > start else 0.0
+        """Units per second since the beginning."""
+        elapsed = time.monotonic() - self.began
+        return (done - self.start) / elapsed if elapsed > 0 else 0.0
 
 
 def _format(numbers: dict[str, float], speed: float, unit: str) -> str:

@@ -1,11 +1,16 @@
 """A run folder, read back: `recipe.json`, `metrics.jsonl`, `speed.jsonl`, `checkpoints/`, `results.json`."""
 
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tra import checkpoint
 from tra.errors import RunError
 from tra.model import Decoder
 from tra.recipes import Recipe
+from tra.report import environment, write_json
+from tra.tasks import TASKS
 
 
 def load_recipe(folder: Path) -> Recipe:
@@ -18,12 +23,27 @@ def load_recipe(folder: Path) -> Recipe:
         raise ValueError(f"{stored} is not a recipe that this version can read: {error}") from error
 
 
-def load_model(folder: Path) -> Decoder:
-    """The model of a run's newest intact checkpoint, ready for inference."""
+def load_model(folder: Path) -> tuple[Decoder, int]:
+    """The model of a run's newest intact checkpoint, on the accelerator if there is one, and the checkpoint's step."""
     recipe = load_recipe(folder)
     found = checkpoint.latest(folder / "checkpoints")
     if found is None:
         raise RunError(f"run {folder} has no intact checkpoint yet")
     model = Decoder(recipe.model)
     model.load_state_dict(found.tensors("model"))
-    return model.eval()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return model.to(device or "cpu").eval(), found.step
+
+
+def store_results(folder: Path, recipe: Recipe, step: int, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Write ``results.json``: what was measured, on which weights, of which version of the task, where."""
+    content = {
+        "step": step,
+        "steps": recipe.steps,
+        "task": recipe.task,
+        "task_version": TASKS[recipe.task].version,
+        "environment": environment(),
+        "results": results,
+    }
+    write_json(folder / "results.json", content)
+    return content

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from tra.progress import progress
 from tra.recipes import Recipe
 from tra.tasks import TASKS, Batch
 from tra.tasks.base import seed_of, seeded
-from tra.tasks.flip_flop import load_published
 
 
 def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tensorboard: bool = False) -> Decoder:
@@ -36,8 +36,9 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tenso
     The folder holds ``recipe.json``, ``metrics.jsonl`` (the same bytes however often the run was interrupted),
     ``speed.jsonl`` and ``checkpoints/``. Under ``torchrun`` or ``accelerate launch`` every process calls this.
     """
-    # Accelerate remembers the precision of a process's first run; another recipe may want another.
-    AcceleratorState._reset_state()
+    # Accelerate remembers a process's first run; another recipe may want another precision, and the process group
+    # of a finished run is gone.
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision=recipe.precision,
@@ -50,8 +51,11 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tenso
             f"batch must be a multiple of processes x accumulate = "
             f"{accelerator.num_processes} x {recipe.accumulate}, got {recipe.batch}"
         )
-    with _claimed(folder, recipe) if accelerator.is_main_process else nullcontext():
-        return _Run(recipe, folder, accelerator, console, tensorboard).train()
+    with _claimed(folder) if accelerator.is_main_process else nullcontext():
+        run = _Run(recipe, folder, accelerator, console, tensorboard)
+        if accelerator.is_main_process:
+            _record(recipe, folder)
+        return run.train()
 
 
 class _Run:
@@ -64,10 +68,15 @@ class _Run:
         torch.manual_seed(seed_of("weights", recipe.seed))
         self.model = Decoder(recipe.model)
         optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
+            self.model.parameters(),
+            lr=recipe.learning_rate,
+            betas=(0.9, recipe.beta2),
+            weight_decay=recipe.weight_decay,
+            fused=True,
         )
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.batch_of_step = training_batches(recipe)
+        self.saved = 0
         if tensorboard:
             accelerator.init_trackers("tensorboard")
 
@@ -79,7 +88,7 @@ class _Run:
             _stop_requested() as stop_requested,
             _Log(self.folder / "metrics.jsonl", first, accelerator.is_main_process) as metrics,
             _Log(self.folder / "speed.jsonl", first, accelerator.is_main_process) as speed,
-            progress(self.console, f"{recipe.name} ({recipe.model.attention})", recipe.steps, "step") as update,
+            progress(self.console, f"{recipe.name} ({recipe.model.attention})", recipe.steps, "step", first) as update,
         ):
             started, since = time.monotonic(), first
             for step in range(first, recipe.steps):
@@ -89,11 +98,15 @@ class _Run:
                 counted, stops = accelerator.reduce(here, "sum").tolist()
                 if stops:
                     self._save(step)
-                    raise Interrupted(f"stopped after {step} of {recipe.steps} steps and saved a checkpoint")
+                    raise Interrupted(
+                        f"stopped after {step} of {recipe.steps} steps"
+                        + (" and saved a checkpoint" if step > 0 else ", before the first was done")
+                    )
                 loss, norm = self._step(step, mine, counted)
                 done = step + 1
                 if done % recipe.log_every == 0 or done == recipe.steps:
-                    entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": self._rate(step)}
+                    rate = self.optimizer.param_groups[0]["lr"]
+                    entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": rate}
                     metrics.write(entry)
                     now = time.monotonic()
                     tokens = (done - since) * recipe.batch * recipe.length
@@ -104,7 +117,8 @@ class _Run:
                 if done % recipe.checkpoint_every == 0 or done == recipe.steps:
                     self._save(done)
         accelerator.end_training()
-        return self.model
+        # Without the autocast that mixed precision wraps around forward: what is returned is what is saved.
+        return accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
     def _step(self, step: int, mine: Batch, counted: int) -> tuple[float, float]:
         """One update; returns the loss over the whole batch and the norm of its gradient."""
@@ -123,15 +137,16 @@ class _Run:
                 accelerator.backward(summed * (accelerator.num_processes / counted))
             total += summed.detach()
         loss = accelerator.reduce(total, "sum").item() / counted
-        if not math.isfinite(loss):
-            raise RunError(
-                f"the loss is {loss} at step {step + 1}; {checkpoint.describe_last(self.checkpoints)}. "
-                f"A lower learning rate (now {self._rate(step):.3g}) or a smaller clip ({recipe.clip:g}) may help"
-            )
-        norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip)
+        norm = float(accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip))
+        for name, number in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(number):
+                raise RunError(
+                    f"the {name} is {number} at step {step + 1}; {checkpoint.describe_last(self.checkpoints)}. "
+                    f"A lower learning rate (now {self._rate(step):.3g}) may help"
+                )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss, float(norm)
+        return loss, norm
 
     def _rate(self, step: int) -> float:
         return self.recipe.learning_rate * schedule(step, self.recipe.steps, self.recipe.warmup)
@@ -151,15 +166,17 @@ class _Run:
         self.model.load_state_dict(found.tensors("model"))
         checkpoint.restore_optimizer(self.model, self.optimizer.optimizer, found.tensors("optimizer"))
         self.console.print(f"going on from {found.path}")
+        self.saved = found.step
         return found.step
 
     def _save(self, step: int) -> None:
-        if self.accelerator.is_main_process and step > 0:
+        if self.accelerator.is_main_process and step > self.saved:
             parts = {
                 "model": self.model.state_dict(),
                 "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer.optimizer),
             }
             checkpoint.save(self.checkpoints, step, parts, self.recipe.keep_checkpoints)
+        self.saved = step
         self.accelerator.wait_for_everyone()
 
 
@@ -187,9 +204,11 @@ def training_batches(recipe: Recipe) -> Callable[[int], Batch]:
         assert recipe.examples is not None
         whole = _fixed_set(recipe, recipe.examples)
     else:
-        whole = load_published("train", None if recipe.data == "hub" else Path(recipe.data))
+        whole = task.published("train", None if recipe.data == "hub" else Path(recipe.data))
         if whole.tokens.shape[1] != recipe.length:
             raise ValueError(f"length must be that of the data, {whole.tokens.shape[1]}, got {recipe.length}")
+        if len(whole) < recipe.batch:
+            raise ValueError(f"batch must be at most the {len(whole)} sequences of the data, got {recipe.batch}")
     per_pass = len(whole) // recipe.batch
     order: dict[int, Tensor] = {}
 
@@ -220,15 +239,20 @@ class _Log:
     """JSON lines. Lines after the step that a run resumes from are taken out: it will write them again."""
 
     def __init__(self, path: Path, first: int, active: bool) -> None:
-        self.active = active
+        self.path, self.active = path, active
         if active:
             write_whole(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= first))
             self.file = open(path, "a", encoding="utf-8")
 
     def write(self, entry: dict[str, Any]) -> None:
-        if self.active:
+        if not self.active:
+            return
+        try:
             self.file.write(json.dumps(entry) + "\n")
             self.file.flush()
+        except OSError as error:
+            last = checkpoint.describe_last(self.path.parent / "checkpoints")
+            raise RunError(f"could not write step {entry['step']} to {self.path}: {error}; {last}") from error
 
     def __enter__(self) -> "_Log":
         return self
@@ -246,35 +270,48 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 @contextmanager
-def _claimed(folder: Path, recipe: Recipe) -> Iterator[None]:
-    """Hold the run folder against other processes, and record the recipe in it or check that it is the same."""
+def _claimed(folder: Path) -> Iterator[None]:
+    """Hold the run folder against other processes."""
     folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
-        with FileLock(folder / ".lock", timeout=0):
-            stored = folder / "recipe.json"
-            if not stored.exists():
-                write_whole(stored, recipe.to_json())
-            elif (earlier := json.loads(stored.read_text())) != (now := json.loads(recipe.to_json())):
-                changed = sorted(name for name in now if earlier.get(name) != now[name])
-                raise ValueError(f"folder {folder} holds a run of another recipe: {', '.join(changed)} differ")
-            yield
+        lock.acquire()
     except Timeout:
         raise RunError(f"another process is training in {folder}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _record(recipe: Recipe, folder: Path) -> None:
+    """Store the recipe with its run, or check that it is the one stored."""
+    stored = folder / "recipe.json"
+    if not stored.exists():
+        return write_whole(stored, recipe.to_json())
+    earlier, now = asdict(Recipe.from_json(stored.read_text())), asdict(recipe)
+    changed = sorted(name for name in now if earlier[name] != now[name])
+    if changed:
+        raise ValueError(f"folder {folder} holds a run of another recipe: {', '.join(changed)} differ")
+    return None
 
 
 @contextmanager
 def _stop_requested() -> Iterator[Callable[[], bool]]:
     """Turn Ctrl-C and SIGTERM into a wish that the loop honours between steps."""
     requested = False
+    previous: dict[int, Any] = {}
 
-    def request(*_: object) -> None:
+    def request(number: int, _: object) -> None:
         nonlocal requested
         requested = True
+        signal.signal(number, previous[number])  # a second Ctrl-C does not wait for a step that hangs
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: requested
         return
-    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.signal(number, request)
     try:
         yield lambda: requested
     finally:

@@ -1,14 +1,16 @@
 """RoPE against its definition: complex numbers turned by position times frequency."""
 
+import math
+
 import torch
 from torch.testing import assert_close
 
-from tra.attention.rope import RotaryAttention, rotate, rotation_angles
+from tra.attention.rope import RotaryAttention, rotate, rotation
 
 
 def test_rotation_is_multiplication_by_a_complex_phase() -> None:
     x = torch.randn(3, 11, 8, dtype=torch.float64)
-    turned = rotate(x, rotation_angles(5, 16, 8, 500_000.0, x.device))
+    turned = rotate(x, *rotation(5, 16, 8, 500_000.0))
     for position in range(11):
         for pair in range(4):
             phase = torch.polar(
@@ -45,5 +47,6 @@ def test_output_equals_softmax_over_rotated_scores() -> None:
 
 
 def test_angles_stay_exact_at_far_positions() -> None:
-    angle = rotation_angles(10**7, 10**7 + 1, 2, 500_000.0, torch.device("cpu"))
-    assert angle.item() == 10**7
+    cosine, sine = rotation(10**7, 10**7 + 1, 2, 500_000.0)
+    assert cosine.item() == math.cos(10**7)
+    assert sine.item() == math.sin(10**7)

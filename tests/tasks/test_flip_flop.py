@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from tra.tasks import Batch, FlipFlop
-from tra.tasks.flip_flop import load_published
 
 SETS = {"iid": 0.8, "sparse": 0.98, "dense": 0.1}
 
@@ -118,7 +117,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("split, count", [("train", 30), ("iid", 20), ("dense", 5), ("sparse", 7)])
 def test_reads_the_published_copy_from_a_folder(published: Path, split: str, count: int) -> None:
-    batch, expected = load_published(split, published), draw(batch=count, length=32, seed=count)
+    batch, expected = FlipFlop().published(split, published), draw(batch=count, length=32, seed=count)
     assert torch.equal(batch.tokens.long(), expected.tokens)
     assert torch.equal(batch.counted, expected.counted)
     assert batch.tokens.dtype == torch.uint8
@@ -128,12 +127,12 @@ def test_wrong_published_copy_is_named(published: Path, tmp_path: Path) -> None:
     import datasets
 
     with pytest.raises(ValueError, match=r"data must be a folder with train-.*parquet files, found none in"):
-        load_published("train", tmp_path / "elsewhere")
+        FlipFlop().published("train", tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="split must be one of dense, iid, sparse, train, got 'trian'"):
-        load_published("trian", published)
-    for texts, message in ((["w0r0", "w0i1r0"], "one length"), (["w0x0"], "strings over 'wri01'")):
-        path = tmp_path / message[:3] / "train-0.parquet"
+        FlipFlop().published("trian", published)
+    for texts, message in ((["w0r0", "w0i1r0"], "one length"), (["w0x0"], "strings over 'wri01'"), (["w0é0"], "strings")):
+        path = tmp_path / texts[0] / "train-0.parquet"
         path.parent.mkdir()
         datasets.Dataset.from_dict({"text": texts}).to_parquet(path)
         with pytest.raises(ValueError, match=message):
-            load_published("train", path.parent)
+            FlipFlop().published("train", path.parent)

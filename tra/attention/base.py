@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra.attention.cache import Cache
-from tra.ops.visibility import visible_keys
+from tra.ops.visibility import check_masks, visible_keys
 
 
 class Attention(nn.Module, ABC):
@@ -73,6 +73,9 @@ class Attention(nn.Module, ABC):
         With a cache, x holds the new tokens only, and ``key_mask`` and ``segment_ids`` ``[B, cached + L]`` cover
         the cached ones too. ``key_mask`` is False for padding; ``segment_ids`` keeps packed documents apart.
         """
+        # Before anything enters the cache: a wrong mask must not leave it half-filled.
+        keys = x.shape[1] + (0 if cache is None else len(cache))
+        check_masks(key_mask, segment_ids, x.shape[0], keys, x.device)
         query, key, value = self._project(x)
         mixed = self.attend(x, query, key, value, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
         return self.output(mixed.transpose(1, 2).flatten(2))

@@ -35,25 +35,29 @@ class RotaryAttention(Attention):
         segment_ids: Tensor | None,
     ) -> Tensor:
         start = 0 if cache is None else len(cache)
-        angle = rotation_angles(start, start + x.shape[1], self.head_width, self.theta, x.device)
-        query, key = rotate(query, angle), rotate(key, angle)
+        cosine, sine = rotation(start, start + x.shape[1], self.head_width, self.theta)
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         key, value = remember(cache, key, value)
         return causal_softmax_attention(
             query, key, value, key_mask=key_mask, segment_ids=segment_ids, dropout=self.active_dropout
         )
 
 
-def rotation_angles(start: int, stop: int, width: int, theta: float, device: torch.device) -> Tensor:
-    """The angle ``[stop - start, width // 2]`` of each position and frequency, in float64: in float32 an angle
-    at position 100,000 is off by more than 0.001."""
-    frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
-    return torch.arange(start, stop, device=device, dtype=torch.float64)[:, None] * frequency
+def rotation(start: int, stop: int, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[stop - start, width // 2]`` of the angle of each position and frequency.
+
+    In float64 on the CPU: in float32 an angle at position 100,000 is off by more than 0.001, and some devices have
+    no float64.
+    """
+    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
+    angle = torch.arange(start, stop, dtype=torch.float64, device="cpu")[:, None] * frequency
+    return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, angle: Tensor) -> Tensor:
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + D/2}) of ``[..., L, D]``, computing in at least float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
+    cosine, sine = (y.to(dtype).to(x.device) for y in (cosine, sine))
     first, second = x.to(dtype).chunk(2, dim=-1)
     rotated = torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
     return rotated.to(x.dtype)

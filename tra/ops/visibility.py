@@ -4,6 +4,25 @@ import torch
 from torch import Tensor
 
 
+def check_masks(
+    key_mask: Tensor | None, segment_ids: Tensor | None, batch: int, keys: int, device: torch.device
+) -> None:
+    """Raise a ValueError unless key_mask is boolean and segment_ids integer, both [batch, keys] on the device."""
+    for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids)):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"{name} must be a tensor [B, Lk], got {type(mask).__name__}")
+        if mask.shape != (batch, keys):
+            raise ValueError(f"{name} must have the shape [B, Lk] = {[batch, keys]}, got {list(mask.shape)}")
+        if mask.device != device:
+            raise ValueError(f"{name} must be on the device of query, {device}, got {mask.device}")
+    if key_mask is not None and key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask must be boolean, got {key_mask.dtype}")
+    if segment_ids is not None and segment_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"segment_ids must be int32 or int64, got {segment_ids.dtype}")
+
+
 def visible_keys(
     queries: int,
     keys: int,

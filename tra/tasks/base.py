@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -51,12 +52,15 @@ class Task(ABC):
     def evaluation_sets(self) -> Mapping[str, "Task"]:
         """The named evaluation sets, each as the task to draw it from."""
 
+    def published(self, split: str, folder: Path | None = None) -> Batch:
+        """A split of a copy that the task's authors published, from the hub or a folder; "train" is to train on, the
+        others are named as the evaluation sets."""
+        raise ValueError(f"data must be 'fresh' or 'fixed': there is no published copy of {self.name}")
+
     def evaluation_batches(self, name: str, length: int, examples: int, batch: int) -> Iterator[Batch]:
         """The first ``examples`` sequences of a named set, which depends on the name and length alone."""
         if examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}")
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, got {batch}")
         task = lookup(self.evaluation_sets(), name, "evaluation set")
         for start in range(0, examples, CHUNK):
             rng = seeded(self.name, self.version, "evaluation", name, length, start)

@@ -58,40 +58,39 @@ class FlipFlop(Task):
         bit = torch.where(instruction == READ, bit.gather(1, last_write), bit)
         return as_batch(torch.stack([instruction, bit + ZERO], dim=2).flatten(1))
 
+    def published(self, split: str, folder: Path | None = None) -> Batch:
+        """The copy on the hub, or a folder of its parquet files. Tokens are uint8: "train" takes 0.8 GB."""
+        import numpy
+        from datasets import load_dataset
+
+        name = lookup(HUB_SPLITS, split, "split")
+        if folder is None:
+            rows = load_dataset(HUB_COPY, split=name)
+        else:
+            files = sorted(str(path) for path in Path(folder).rglob(f"{name}-*.parquet"))
+            if not files:
+                raise ValueError(f"data must be a folder with {name}-*.parquet files, found none in {folder}")
+            rows = load_dataset("parquet", data_files={name: files}, split=name)
+
+        code = numpy.full(256, 255, dtype=numpy.uint8)
+        for token, symbol in enumerate(FlipFlop.symbols[: ONE + 1]):
+            code[ord(symbol)] = token
+        parts = []
+        for block in rows.iter(batch_size=10_000):
+            lengths = {len(text) for text in block["text"]}
+            if len(lengths) != 1:
+                raise ValueError(f"data must hold sequences of one length, found lengths {sorted(lengths)} in {name}")
+            text = "".join(block["text"]).encode("ascii", "replace")
+            characters = numpy.frombuffer(text, dtype=numpy.uint8)
+            tokens = code[characters].reshape(-1, lengths.pop())
+            if (tokens == 255).any():
+                raise ValueError(f"data must hold strings over 'wri01', found another character in split {name}")
+            parts.append(torch.from_numpy(tokens))
+        return as_batch(torch.cat(parts))
+
 
 def as_batch(tokens: Tensor) -> Batch:
     """Count the token after each `r`."""
     counted = torch.zeros_like(tokens, dtype=torch.bool)
     counted[:, 1:] = tokens[:, :-1] == READ
     return Batch(tokens, counted)
-
-
-def load_published(split: str, folder: Path | None = None) -> Batch:
-    """A split ("train", "iid", "sparse" or "dense") of the published copy, from the hub or a folder of its parquet
-    files. Tokens are uint8: the training split takes 0.8 GB."""
-    import numpy
-    from datasets import load_dataset
-
-    name = lookup(HUB_SPLITS, split, "split")
-    if folder is None:
-        rows = load_dataset(HUB_COPY, split=name)
-    else:
-        files = sorted(str(path) for path in Path(folder).rglob(f"{name}-*.parquet"))
-        if not files:
-            raise ValueError(f"data must be a folder with {name}-*.parquet files, found none in {folder}")
-        rows = load_dataset("parquet", data_files={name: files}, split=name)
-
-    code = numpy.full(256, 255, dtype=numpy.uint8)
-    for token, symbol in enumerate(FlipFlop.symbols[: ONE + 1]):
-        code[ord(symbol)] = token
-    parts = []
-    for block in rows.iter(batch_size=10_000):
-        lengths = {len(text) for text in block["text"]}
-        if len(lengths) != 1:
-            raise ValueError(f"data must hold sequences of one length, found lengths {sorted(lengths)} in {name}")
-        characters = numpy.frombuffer("".join(block["text"]).encode(), dtype=numpy.uint8)
-        tokens = code[characters].reshape(-1, lengths.pop())
-        if (tokens == 255).any():
-            raise ValueError(f"data must hold strings over 'wri01', found another character in split {name}")
-        parts.append(torch.from_numpy(tokens))
-    return as_batch(torch.cat(parts))

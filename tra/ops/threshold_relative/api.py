@@ -8,6 +8,7 @@ from torch import Tensor
 from tra.lookup import lookup
 from tra.ops.threshold_relative import cpu
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS, forward_op
+from tra.ops.visibility import check_masks
 
 ROUNDING = torch.finfo(torch.float32).eps
 """The tolerance that None stands for."""
@@ -57,8 +58,8 @@ def threshold_relative_attention(
         impl: "auto" or the name of an implementation, which is then used or refused, never replaced.
 
     Returns:
-        ``[B, Hq, Lq, Dv]`` in the dtype of query. A NaN or infinity in a query or gate makes that row NaN, one
-        in a value makes the rows that keep its key NaN, and a key that holds one is treated as padding.
+        ``[B, Hq, Lq, Dv]`` in the dtype of query, differentiable once. A NaN or infinity in a query or gate makes that
+        row NaN, one in a value makes the rows that keep its key NaN, and a key that holds one is treated as padding.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind(0)
@@ -68,7 +69,7 @@ def threshold_relative_attention(
     """
     query, key, value = _apply_autocast(query, key, value)
     _check_tensors(query, key, value, log_gate)
-    _check_masks(key, key_mask, segment_ids)
+    check_masks(key_mask, segment_ids, key.shape[0], key.shape[2], key.device)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3])
     _check_options(scale, threshold, dropout, tolerance, score_bound)
@@ -155,31 +156,18 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) 
         raise ValueError(f"query must not be longer than key ({keys}), got {queries} queries")
     if log_gate.shape != query.shape[:3]:
         raise ValueError(f"log_gate must have the shape {_shape(query)[:3]} of query, got {_shape(log_gate)}")
-    # Reading the data is free on a CPU only, and impossible while tracing.
-    if log_gate.device.type == "cpu" and not torch.compiler.is_compiling() and bool((log_gate > 0).any()):
+    # Reading the data is free on a CPU only, and impossible while tracing or for a tensor without data.
+    readable = log_gate.device.type == "cpu" and type(log_gate) in (Tensor, torch.nn.Parameter)
+    if readable and not torch.compiler.is_compiling() and bool((log_gate > 0).any()):
         raise ValueError(f"log_gate must never be positive, got a maximum of {log_gate.max().item():g}")
-
-
-def _check_masks(key: Tensor, key_mask: Tensor | None, segment_ids: Tensor | None) -> None:
-    shape = (key.shape[0], key.shape[2])
-    for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids)):
-        if mask is None:
-            continue
-        if not isinstance(mask, Tensor):
-            raise ValueError(f"{name} must be a tensor [B, Lk], got {type(mask).__name__}")
-        if mask.shape != shape:
-            raise ValueError(f"{name} must have the shape [B, Lk] = {list(shape)}, got {_shape(mask)}")
-        if mask.device != key.device:
-            raise ValueError(f"{name} must be on the device of query, {key.device}, got {mask.device}")
-    if key_mask is not None and key_mask.dtype != torch.bool:
-        raise ValueError(f"key_mask must be boolean, got {key_mask.dtype}")
-    if segment_ids is not None and segment_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"segment_ids must be int32 or int64, got {segment_ids.dtype}")
 
 
 def _check_options(
     scale: float, threshold: float, dropout: float, tolerance: float | None, score_bound: float | None
 ) -> None:
+    for name, number in (("scale", scale), ("threshold", threshold), ("dropout", dropout)):
+        if number is None:
+            raise ValueError(f"{name} must be a number, got None")
     # Comparisons, not math.isfinite: under torch.compile a number may be symbolic.
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale!r}")
