@@ -9,7 +9,15 @@ import platform
 from setuptools import Extension, setup
 
 FOLDER = "tra/ops/threshold_relative"
-COMMON = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+COMMON = [
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+]
 VARIANTS = {"generic": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {

@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from tra.cli import main
 from tra.recipes import RECIPES, Evaluation, Recipe
+from tra.tasks import FlipFlop
+from tra.training import train
 
 
 @pytest.fixture
@@ -57,10 +61,15 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["trian"], "command must be one of bench, demo, evaluate, list, train, got 'trian'; did you mean 'train'?"),
         (["train", "flipflop"], "recipe must be one of flip-flop, flip-flop-small, got 'flipflop'; did you mean"),
         (["train", "flip-flop-small", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["train", "flip-flop-small", "--length", "63"], "length must be an even number of tokens, at least 4, got 63"),
         (["train", "flip-flop-small", "--task", "flipflop"], "task must be one of flip_flop, got 'flipflop'"),
         (["train", "flip-flop-small", "--data", "/nowhere"], "data must be a folder with train-*.parquet files"),
         (["train", "flip-flop-small", "--model.attention", "rop"], "did you mean 'rope'?"),
         (["train", "flip-flop-small", "--stepps", "3"], "--steps"),
+        (["train"], "recipe or --resume RUN must be given; recipes: flip-flop, flip-flop-small"),
+        (["train", "--resume=nowhere"], "run must be a folder that holds recipe.json, got nowhere"),
+        (["demo", "--attention"], "attention must name at least one mechanism"),
+        (["bench", "--seconds", "0"], "seconds must be positive, got 0.0"),
         (["train", "--resume", "nowhere"], "run must be a folder that holds recipe.json, got nowhere"),
         (["evaluate", "nowhere"], "run must be a folder that holds recipe.json, got nowhere"),
         (["demo", "--attention", "tro"], "attention must be one of rope, tra, got 'tro'"),
@@ -112,9 +121,26 @@ def test_train_then_evaluate(
     (other,) = json.loads(capsys.readouterr().out)["results"]
     assert (other["set"], other["length"], other["examples"]) == ("dense", 8, 3)
     assert (run / "results.json").read_bytes() == before
+    assert "examples must be at least 1, got 0" in fails(["evaluate", str(run), "--examples", "0"], capsys)
+    assert "evaluation set must be one of" in fails(["evaluate", str(run), "--sets", "iid", "dens"], capsys)
+    assert (run / "results.json").read_bytes() == before
 
     same = ["train", "flip-flop-small", "--seed", "3", "--model.attention", "rope"]
     assert "already holds a run" in fails(same, capsys)
+
+
+def test_evaluates_on_the_published_copy(
+    tiny_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    texts = [FlipFlop().text(row) for row in FlipFlop().sample(torch.Generator().manual_seed(0), 7, 24).tokens]
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "val_dense-0.parquet")
+    assert main(["train", "flip-flop-small", "--output", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path), "--sets", "dense", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert (result["set"], result["length"], result["examples"]) == ("dense", 24, 7)
 
 
 def test_evaluating_an_unfinished_run_says_so(
@@ -122,6 +148,12 @@ def test_evaluating_an_unfinished_run_says_so(
 ) -> None:
     (tmp_path / "recipe.json").write_text(tiny_recipe.to_json())
     assert "has no intact checkpoint yet" in fails(["evaluate", str(tmp_path)], capsys, code=1)
+    train(replace(tiny_recipe, steps=2), tmp_path / "half", console=Console(quiet=True))
+    (tmp_path / "half" / "recipe.json").write_text(tiny_recipe.to_json())
+    assert main(["evaluate", str(tmp_path / "half"), "--json"]) == 0
+    assert "the run is at step 2 of 4" in capsys.readouterr().err
+    stored = json.loads((tmp_path / "half" / "results.json").read_text())
+    assert (stored["step"], stored["steps"], stored["task_version"]) == (2, 4, 1)
     (tmp_path / "recipe.json").write_text('{"name": "x"}')
     assert "is not a recipe that this version can read" in fails(["evaluate", str(tmp_path)], capsys)
 
@@ -135,7 +167,7 @@ def test_demo_writes_everything_and_prints_its_folder_last(
     assert shown.splitlines()[-1] == str(folder)
     assert "| tra | iid |" in shown
     content = json.loads((folder / "results.json").read_text())
-    assert content["command"] == "tra demo --seed 5"
+    assert content["command"] == "tra demo --seed 5 --attention tra rope"
     assert set(content["runs"]) == {"tra", "rope"}
     assert len(content["runs"]["tra"]["results"]) == 6
     assert (folder / "table.md").read_text() in shown

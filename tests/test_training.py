@@ -178,7 +178,7 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_used(
 
 @pytest.mark.parametrize(
     "limit, message",
-    [(20_000, "could not write the checkpoint of step 8"), (1_500, "could not write step")],
+    [(20_000, "could not write the checkpoint of step 8"), (700, "could not write step")],
     ids=["checkpoint", "metrics"],
 )
 def test_full_disk_is_reported_and_the_old_checkpoint_stays(tmp_path: Path, limit: int, message: str) -> None:
@@ -249,7 +249,7 @@ def test_checkpoints_after_damage_are_kept_and_strangers_left_alone(tmp_path: Pa
 
 def test_wrong_recipe_leaves_the_folder_free(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    for wrong in ({"length": 15}, {"model": replace(TINY.model, heads=5)}, {"data": str(tmp_path / "nowhere")}):
+    for wrong in ({"model": replace(TINY.model, heads=5)}, {"data": str(tmp_path / "nowhere")}):
         with pytest.raises(ValueError, match="must be"):
             train(replace(TINY, steps=2, **wrong), folder, console=QUIET)
         assert not (folder / "recipe.json").exists()
@@ -388,7 +388,9 @@ def test_mixed_precision_lowers_the_products_and_returns_the_model_itself(tmp_pa
 
 def test_update_is_adamw_with_clipping_warm_up_and_decay(tmp_path: Path) -> None:
     """Against the loop written out."""
-    recipe = replace(TINY, model=replace(TINY.model, dropout=0.0), steps=5, warmup=0.4, clip=0.5, weight_decay=0.3, beta2=0.9)
+    recipe = replace(
+        TINY, model=replace(TINY.model, dropout=0.0), steps=5, warmup=0.4, clip=0.5, weight_decay=0.3, beta2=0.9
+    )
     trained = train(recipe, tmp_path / "run", console=QUIET).state_dict()
     torch.manual_seed(seed_of("weights", recipe.seed))
     model = Decoder(recipe.model)

@@ -310,8 +310,8 @@ def _stop_requested() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: requested
         return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, request)
+    for wanted in (signal.SIGINT, signal.SIGTERM):
+        previous[wanted] = signal.signal(wanted, request)
     try:
         yield lambda: requested
     finally:

@@ -1,9 +1,10 @@
 """What every mechanism promises. A new one is tested by being in the table."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
 from tra.attention import MECHANISMS, Attention, Cache
 
@@ -15,12 +16,26 @@ def mechanism(request: pytest.FixtureRequest) -> type[Attention]:
     return MECHANISMS[request.param]
 
 
+@pytest.fixture(autouse=True, params=[torch.float64, torch.float32], ids=["double", "single"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Single precision reaches the fast kernels, double the references."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    single = actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-5 if single else 1e-9, atol=1e-5 if single else 1e-9)
+
+
 def build(mechanism: type[Attention], **options: object) -> Attention:
-    return mechanism(WIDTH, HEADS, **options).double().eval()
+    return mechanism(WIDTH, HEADS, **options).eval()
 
 
 def inputs(batch: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
-    return torch.randn(batch, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2, 1])
@@ -120,10 +135,10 @@ def test_dropout_acts_in_training_only(mechanism: type[Attention]) -> None:
 
 
 def test_runs_in_half_precision_under_autocast(mechanism: type[Attention]) -> None:
-    attention, x = mechanism(WIDTH, HEADS), inputs().float()
+    attention, x = mechanism(WIDTH, HEADS).float(), inputs().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attention(x)
-    assert_close(out.float(), attention(x), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(out.float(), attention(x), rtol=0.05, atol=0.05)
 
 
 def test_compiles_without_graph_breaks(mechanism: type[Attention]) -> None:
@@ -145,6 +160,24 @@ def test_compiles_without_graph_breaks(mechanism: type[Attention]) -> None:
 def test_wrong_argument_is_named(mechanism: type[Attention], options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mechanism(**{"width": WIDTH, "heads": HEADS, **options})
+
+
+def test_wrong_mask_is_named_and_leaves_the_cache_as_it_was(mechanism: type[Attention]) -> None:
+    attention, cache = build(mechanism), Cache()
+    with torch.no_grad():
+        attention(inputs(), cache=cache)
+        new = inputs(length=1, seed=1)
+        for wrong, message in (
+            ({"key_mask": torch.ones(2, 1, dtype=torch.bool)}, r"key_mask must have the shape \[B, Lk\] = \[2, 20\]"),
+            ({"key_mask": torch.ones(2, 20)}, "key_mask must be boolean"),
+            ({"segment_ids": torch.ones(3, 20).long()}, r"segment_ids must have the shape"),
+            ({"segment_ids": torch.ones(2, 20)}, "segment_ids must be int32 or int64"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                attention(new, cache=cache, **wrong)
+        assert len(cache) == LENGTH
+        full = attention(torch.cat([inputs(), new], dim=1))
+        assert_close(attention(new, cache=cache), full[:, -1:])
 
 
 def test_cache_refuses_gradients_and_another_batch(mechanism: type[Attention]) -> None:

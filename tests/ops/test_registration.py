@@ -98,3 +98,12 @@ def test_runs_on_the_meta_device_shapes(impl: str) -> None:
     out = threshold_relative_attention(query, key, value, log_gate, impl=impl)
     assert out.shape == (2, 4, 17, 3)
     assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
+def test_public_function_runs_on_fake_tensors(impl: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(x) for x in random_inputs(dtype=torch.float32)]
+        assert threshold_relative_attention(*inputs, impl=impl).shape == (2, 4, 17, 8)

@@ -130,7 +130,11 @@ def test_wrong_published_copy_is_named(published: Path, tmp_path: Path) -> None:
         FlipFlop().published("train", tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="split must be one of dense, iid, sparse, train, got 'trian'"):
         FlipFlop().published("trian", published)
-    for texts, message in ((["w0r0", "w0i1r0"], "one length"), (["w0x0"], "strings over 'wri01'"), (["w0é0"], "strings")):
+    for texts, message in (
+        (["w0r0", "w0i1r0"], "one length"),
+        (["w0x0"], "strings over 'wri01'"),
+        (["w0é0"], "strings"),
+    ):
         path = tmp_path / texts[0] / "train-0.parquet"
         path.parent.mkdir()
         datasets.Dataset.from_dict({"text": texts}).to_parquet(path)

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
 from tra.lookup import lookup
@@ -78,6 +79,10 @@ class Recipe:
             raise ValueError(
                 f"model.vocabulary must be at least {len(task.symbols)} for {self.task}, got {self.model.vocabulary}"
             )
+        # One sequence of each length, so that a length the task cannot have is refused now and not after training.
+        task.sample(torch.Generator(), 1, self.length)
+        for entry in self.evaluations:
+            lookup(task.evaluation_sets(), entry.name, "evaluation set").sample(torch.Generator(), 1, entry.length)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
