@@ -34,8 +34,8 @@ def flip_flop_small() -> Recipe:
         model=DecoderConfig(vocabulary=6, layers=2, heads=4, width=128, dropout=0.0),
         task="flip_flop",
         length=64,
-        steps=400,
-        batch=64,
+        steps=600,
+        batch=32,
         learning_rate=1e-3,
         beta2=0.95,
         evaluations=tuple(
