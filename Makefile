@@ -1,12 +1,13 @@
 # make demo   set-up, then the demonstration         make lint     style and types
 # make test   set-up, then lint and all tests        make format   let ruff rewrite
+# make sanitize   the operator's tests with the kernel under AddressSanitizer and UBSan (gcc)
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format setup
+.PHONY: demo test lint format sanitize setup
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -23,6 +24,19 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+SANITIZED := build/sanitized
+
+sanitize: setup
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	cp -r tra tests conftest.py setup.py pyproject.toml README.md LICENSE $(SANITIZED)
+	rm -f $(SANITIZED)/tra/ops/threshold_relative/*.so
+	cd $(SANITIZED) && CFLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
+	  $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
+	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/ops/test_semantics.py tests/ops/test_cpu.py \
+	  -k "not compiler and not builds and not memory"
 
 setup: $(READY)
 

@@ -5,6 +5,8 @@ check of its results gets no ratio.
 """
 
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -71,6 +73,8 @@ def run(folder: Path, seconds: float, only: str, console: Console) -> dict[str, 
     if not only:
         content["share_of_sgemm"] = share_of_sgemm(seconds)
         console.print(f"share of the machine's sgemm rate when every key is visited: {content['share_of_sgemm']:.2f}")
+        content["peak_memory_megabytes"] = peak_memory()
+        console.print(f"forward + backward of 1x8x32768: {content['peak_memory_megabytes']} MB")
     write_json(folder / "bench.json", content)
     time_by_length(content["rows"], folder / "bench.png")
     return content
@@ -254,3 +258,38 @@ def share_of_sgemm(seconds: float) -> float:
     )
     pairs = batch * heads * length * (length + 1) // 2
     return (2 * pairs * WIDTH / ours) / (size**3 / gemm)
+
+
+MEMORY_PROGRAM = """
+import resource, sys, torch
+from tra.bench import BOUND, language_like
+from tra.ops import threshold_relative_attention
+
+def peak():
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used / (2**20 if sys.platform == "darwin" else 2**10)
+
+def run(tensors, tolerance):
+    leaves = [x.requires_grad_() for x in tensors]
+    out = threshold_relative_attention(*leaves, tolerance=tolerance, score_bound=BOUND, impl="cpu")
+    torch.autograd.grad(out, leaves, torch.ones(()).expand(out.shape))
+
+run(language_like(1, 8, 256, 256), None)
+tensors = language_like(1, 8, 32768, 32768)
+before = peak()
+run(tensors, None if sys.argv[1] == "None" else 0.0)
+print(round(peak() - before))
+"""
+
+
+def peak_memory() -> dict[str, int]:
+    """Megabytes that forward and backward of 32,768 tokens in 8 heads add to a process that holds the inputs.
+
+    The output and the gradients alone are 4 x 67 MB.
+    """
+
+    def measure(tolerance: str) -> int:
+        command = [sys.executable, "-c", MEMORY_PROGRAM, tolerance]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    return {"default tolerance": measure("None"), "every key": measure("0.0")}
