@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"tra {tra.__version__}")
         return 0
-    # Importing the training stack takes seconds; a misspelt command should not wait for it.
+    # Each imports what it needs itself: a misspelt command should not wait for the training stack.
     commands = {"demo": _demo, "train": _train, "evaluate": _evaluate, "bench": _bench, "list": _list}
     try:
         command = lookup(commands, arguments[0], "command")
