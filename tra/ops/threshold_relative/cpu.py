@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import struct
 import sys
 import warnings
 from pathlib import Path
@@ -19,32 +20,10 @@ VARIANTS = ("generic", "avx2", "avx512")
 """From the plainest instruction set to the richest."""
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
-
-
-class _Problem(ctypes.Structure):
-    """TraProblem of cpu.cpp."""
-
-    _fields_ = (
-        *((name, _Tensor) for name in ("query", "key", "value", "output")),
-        *((name, _Tensor) for name in ("grad_output", "grad_query", "grad_key", "grad_value")),
-        *((name, _Tensor) for name in ("log_gate", "grad_log_gate")),
-        ("row_state", ctypes.c_void_p),
-        ("key_mask", ctypes.c_void_p),
-        ("key_mask_stride", ctypes.c_int64 * 2),
-        ("segment_ids", ctypes.c_void_p),
-        ("segment_stride", ctypes.c_int64 * 2),
-        *((name, ctypes.c_int64) for name in ("batch", "query_heads", "key_heads", "query_length", "key_length")),
-        *((name, ctypes.c_int64) for name in ("width", "value_width")),
-        *((name, ctypes.c_double) for name in ("dropout", "tolerance", "score_bound")),
-        ("seed", ctypes.c_uint64),
-        ("scale", ctypes.c_float),
-        ("threshold", ctypes.c_float),
-        ("type", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("parallel", ctypes.c_void_p),
-    )
+# TraProblem of plan.h: ten tensors (address and four strides each), row_state, key_mask and segment_ids (address and two
+# strides each), seven sizes, dropout, tolerance and score_bound, seed, scale and threshold, type and threads, parallel.
+PROBLEM = struct.Struct("=50q q 3q 3q 7q 3d Q 2f 2i q")
+ABSENT = (0, 0, 0, 0, 0)
 
 
 def refusal(query: Tensor, value: Tensor) -> str | None:
@@ -73,12 +52,11 @@ def forward(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """As in `reference`."""
-    inputs = _Inputs(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, options)
+    gate = log_gate.float()
     out = query.new_empty(*query.shape[:3], value.shape[3])
     row_state = query.new_empty(*query.shape[:3], 2, dtype=torch.float32)
-    inputs.problem.output = _view(out)
-    inputs.problem.row_state = row_state.data_ptr()
-    inputs.call("forward")
+    tensors = (query, key, value, out, None, None, None, None, gate, None)
+    _call("forward", tensors, row_state, key_mask, segment_ids, dropout_seed, options)
     return out, row_state
 
 
@@ -96,62 +74,50 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As in `reference`."""
-    inputs = _Inputs(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, options)
-    gradients = [x.new_empty(x.shape) for x in (query, key, value, inputs.log_gate)]
-    problem = inputs.problem
-    problem.output, problem.grad_output, problem.row_state = _view(out), _view(grad_out), row_state.data_ptr()
-    problem.grad_query, problem.grad_key, problem.grad_value, problem.grad_log_gate = map(_view, gradients)
-    inputs.call("backward")
+    gate = log_gate.float()
+    gradients = [x.new_empty(x.shape) for x in (query, key, value, gate)]
+    tensors = (query, key, value, out, grad_out, *gradients[:3], gate, gradients[3])
+    _call("backward", tensors, row_state, key_mask, segment_ids, dropout_seed, options)
     return gradients[0], gradients[1], gradients[2], gradients[3].to(log_gate.dtype)
 
 
-class _Inputs:
-    """The problem as the kernel reads it, and the tensors it points into."""
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_gate: Tensor,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-        dropout_seed: Tensor | None,
-        options: Options,
-    ) -> None:
-        if segment_ids is not None and segment_ids.dtype != torch.int32:
-            # Renumbered, not truncated: two ids must not become one.
-            segment_ids = segment_ids.unique(return_inverse=True)[1].to(torch.int32)
-        self.log_gate = log_gate.float()
-        self.held = (query, key, value, key_mask, segment_ids)
-        self.problem = problem = _Problem()
-        problem.query, problem.key, problem.value = _view(query), _view(key), _view(value)
-        problem.log_gate = _view(self.log_gate)
-        if key_mask is not None:
-            problem.key_mask = key_mask.data_ptr()
-            problem.key_mask_stride[:] = key_mask.stride()
-        if segment_ids is not None:
-            problem.segment_ids = segment_ids.data_ptr()
-            problem.segment_stride[:] = segment_ids.stride()
-        problem.batch, problem.query_heads, problem.query_length, problem.width = query.shape
-        _, problem.key_heads, problem.key_length, problem.value_width = value.shape
-        problem.scale, problem.threshold = options.scale, options.threshold
-        problem.dropout = options.dropout
-        problem.seed = 0 if dropout_seed is None else int(dropout_seed)
-        problem.tolerance = options.tolerance
-        problem.score_bound = -1.0 if options.score_bound is None else options.score_bound
-        problem.type = TYPES[query.dtype]
-        problem.threads, problem.parallel = torch.get_num_threads(), _parallel
-
-    def call(self, name: str) -> None:
-        assert variant is not None
-        if getattr(LIBRARIES[variant], f"tra_{name}_{variant}")(ctypes.byref(self.problem)):
-            raise MemoryError(f"threshold_relative_attention: the CPU kernel ran out of memory in {name}")
+def _call(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    row_state: Tensor,
+    key_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    dropout_seed: Tensor | None,
+    options: Options,
+) -> None:
+    assert variant is not None
+    query, key, value = tensors[:3]
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    if segment_ids is not None and segment_ids.dtype != torch.int32:
+        # Renumbered, not truncated: two ids must not become one.
+        segment_ids = segment_ids.unique(return_inverse=True)[1].to(torch.int32)
+    batch, heads, queries, width = query.shape
+    problem = PROBLEM.pack(
+        *(number for tensor in tensors for number in _view(tensor)),
+        row_state.data_ptr(),
+        *_view(key_mask)[:3],
+        *_view(segment_ids)[:3],
+        *(batch, heads, key.shape[1], queries, key.shape[2], width, value.shape[3]),
+        *(options.dropout, options.tolerance, -1.0 if options.score_bound is None else options.score_bound),
+        0 if dropout_seed is None else int(dropout_seed),
+        *(options.scale, options.threshold),
+        *(TYPES[query.dtype], torch.get_num_threads()),
+        _parallel or 0,
+    )
+    if getattr(LIBRARIES[variant], f"tra_{name}_{variant}")(problem):
+        raise MemoryError(f"threshold_relative_attention: the CPU kernel ran out of memory in {name}")
 
 
-def _view(tensor: Tensor) -> _Tensor:
-    strides = (*tensor.stride(), 0, 0, 0, 0)[:4]
-    return _Tensor(tensor.data_ptr(), (ctypes.c_int64 * 4)(*strides))
+def _view(tensor: Tensor | None) -> tuple[int, ...]:
+    """Address and four strides."""
+    return ABSENT if tensor is None else (tensor.data_ptr(), *tensor.stride(), 0, 0, 0)[:5]
 
 
 def _load() -> dict[str, ctypes.CDLL]:
