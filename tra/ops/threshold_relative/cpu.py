@@ -19,9 +19,8 @@ LONGEST = 2**24
 VARIANTS = ("generic", "avx2", "avx512")
 """From the plainest instruction set to the richest."""
 
-
-# TraProblem of plan.h: ten tensors (address and four strides each), row_state, key_mask and segment_ids (address and two
-# strides each), seven sizes, dropout, tolerance and score_bound, seed, scale and threshold, type and threads, parallel.
+# TraProblem of plan.h: ten tensors (address and four strides each), row_state, key_mask and segment_ids (address and
+# two strides each), seven sizes; dropout, tolerance, score_bound; seed; scale, threshold; type, threads; parallel.
 PROBLEM = struct.Struct("=50q q 3q 3q 7q 3d Q 2f 2i q")
 ABSENT = (0, 0, 0, 0, 0)
 
