@@ -377,9 +377,7 @@ def test_works_after_fork() -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 def test_memory_is_linear_in_the_length() -> None:
     # Output and gradients are 268 MB; one 32,768 x 32,768 matrix of one head would be 4,295 MB.
-    megabytes = peak_memory()
-    assert 200 < megabytes["default tolerance"] < 500
-    assert 200 < megabytes["every key"] < 500
+    assert 200 < peak_memory(every_key=False) < 500
 
 
 def _source_tree(folder: Path) -> Path:
