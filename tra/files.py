@@ -13,6 +13,8 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name its file
     finally:
         aside.unlink(missing_ok=True)
 
