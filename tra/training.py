@@ -1,7 +1,9 @@
 """Training a recipe: every step is a function of the recipe and the step's number, so a killed run resumes exactly."""
 
+import errno
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -242,14 +244,16 @@ class _Log:
         self.path, self.active = path, active
         if active:
             write_whole(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= first))
-            self.file = open(path, "a", encoding="utf-8")
+            # Unbuffered: after a failed write nothing is left that closing would try to write again.
+            self.file = open(path, "ab", buffering=0)
 
     def write(self, entry: dict[str, Any]) -> None:
         if not self.active:
             return
         try:
-            self.file.write(json.dumps(entry) + "\n")
-            self.file.flush()
+            line = json.dumps(entry).encode() + b"\n"
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             last = checkpoint.describe_last(self.path.parent / "checkpoints")
             raise RunError(f"could not write step {entry['step']} to {self.path}: {error}; {last}") from error
