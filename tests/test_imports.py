@@ -28,7 +28,8 @@ def test_modules_import_only_from_those_before_them() -> None:
         {"recipes"},
         {"checkpoint", "report"},
         {"training", "evaluation", "figures", "runs"},
-        {"bench", "demo"},
+        {"bench", "demo", "grid"},
+        {"reproduce"},
         {"cli"},
     ]
     rank = {name: index for index, names in enumerate(order) for name in names}

@@ -1,4 +1,4 @@
-"""The command line: `tra demo`, `tra train`, `tra evaluate`, `tra bench`, `tra list`."""
+"""The command line: `tra demo`, `tra train`, `tra evaluate`, `tra reproduce`, `tra bench`, `tra list`."""
 
 import json
 import os
@@ -22,6 +22,7 @@ DESCRIPTIONS = {
     "demo": "Train TRA and RoPE on flip-flop and compare them past the training length (about a minute or two).",
     "train": "Train a recipe: tra train RECIPE [options], or go on with tra train --resume RUN.",
     "evaluate": "Measure a trained run on its recipe's sets, or on others.",
+    "reproduce": "Make a table or figure of the paper: tra reproduce NAME --scale smoke|small|paper.",
     "bench": "Measure the operator and whole training steps against PyTorch's attention, as ratios.",
     "list": "List recipes, attention mechanisms, tasks and model sizes.",
 }
@@ -77,6 +78,33 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Reproduce:
+    """Run the grid behind a table or figure, and make it from the stored results.
+
+    Finished runs are skipped and interrupted ones go on where they were, so the same command can be given again.
+    """
+
+    name: Annotated[str, tyro.conf.Positional]
+    """table1, figure1, cost, or tuning (the learning rates of table1)."""
+    scale: str = "small"
+    """smoke (seconds), small (two cores, hours) or paper (GPUs)."""
+    seeds: int = 3
+    """Runs of each kind, with seeds 0, 1, ..."""
+    attention: str = ""
+    """Mechanisms, separated by commas; all of the table or figure by default."""
+    output: Path | None = None
+    """Folder to work in; runs/NAME-SCALE by default."""
+    jobs: int = 1
+    """Runs at the same time, each with its part of the threads (or a GPU of its own)."""
+    shard: str = "1/1"
+    """This machine's part of the runs, e.g. 2/3, where several machines share the folder."""
+    train: bool = True
+    """--no-train makes table and figures from what is stored, without training."""
+    json: bool = False
+    """Print the results as JSON."""
+
+
+@dataclass(frozen=True)
 class Bench:
     """Time TRA against PyTorch's attention, interleaved in one run, and write the ratios as JSON and a plot."""
 
@@ -110,7 +138,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tra {tra.__version__}")
         return 0
     # Each imports what it needs itself: a misspelt command should not wait for the training stack.
-    commands = {"demo": _demo, "train": _train, "evaluate": _evaluate, "bench": _bench, "list": _list}
+    commands = {
+        "demo": _demo,
+        "train": _train,
+        "evaluate": _evaluate,
+        "reproduce": _reproduce,
+        "bench": _bench,
+        "list": _list,
+    }
     try:
         command = lookup(commands, arguments[0], "command")
         return command(arguments[1:])
@@ -190,7 +225,6 @@ def _evaluate(arguments: list[str]) -> int:
     from tra.evaluation import evaluate_all, evaluate_published
     from tra.report import environment, exact_match_table
     from tra.runs import load_model, load_recipe, store_results
-    from tra.tasks import TASKS
 
     recipe = load_recipe(options.run)
     known = {(entry.name, entry.length): entry.examples for entry in recipe.evaluations}
@@ -205,7 +239,7 @@ def _evaluate(arguments: list[str]) -> int:
     custom = options.sets or options.lengths or options.examples is not None or options.data is not None
     if options.data is not None:
         folder = None if options.data == "hub" else Path(options.data)
-        results = evaluate_published(model, TASKS[recipe.task], names, folder)
+        results = evaluate_published(model, recipe.build_task(), names, folder)
     else:
         evaluations = [
             Evaluation(name, length, known.get((name, length), 100) if options.examples is None else options.examples)
@@ -222,6 +256,48 @@ def _evaluate(arguments: list[str]) -> int:
     else:
         print(exact_match_table({recipe.model.attention: results}), end="")
     return 0
+
+
+def _reproduce(arguments: list[str]) -> int:
+    options = tyro.cli(Reproduce, args=arguments, prog="tra reproduce")
+    from tra.reproduce import REPRODUCTIONS, reproduce
+
+    lookup(REPRODUCTIONS, options.name, "name")
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+    index, _, count = options.shard.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise ValueError(f"shard must be i/n with 1 <= i <= n, got {options.shard!r}")
+    folder = options.output or Path("runs") / f"{options.name}-{options.scale}"
+    command = "tra reproduce " + " ".join(arguments)
+    console = Console(quiet=True) if options.json else _console()
+    try:
+        cells = reproduce(
+            options.name,
+            folder,
+            scale=options.scale,
+            seeds=options.seeds,
+            attention=[name for name in options.attention.split(",") if name],
+            jobs=options.jobs,
+            shard=(int(index), int(count)),
+            train=options.train,
+            console=console,
+            command=command,
+        )
+    except Interrupted as stop:
+        raise Interrupted(f"{stop} by: {command}") from None
+    if options.json:
+        print((folder / "results.json").read_text(), end="")
+        return 0
+    table = folder / "table.md"
+    if table.exists():
+        console.print(table.read_text(), markup=False, highlight=False)
+    failed = [cell for cell in cells if cell.failure() is not None]
+    for cell in failed:
+        print(f"tra: {cell.label} failed: {cell.failure()}", file=sys.stderr)
+    print(folder)
+    return 1 if failed else 0
 
 
 def _bench(arguments: list[str]) -> int:
@@ -241,7 +317,6 @@ def _list(arguments: list[str]) -> int:
     from tra.attention import MECHANISMS
     from tra.model import SIZES
     from tra.ops.threshold_relative import cpu
-    from tra.tasks import TASKS
 
     def first_line(thing: object) -> str:
         return (thing.__doc__ or "").strip().splitlines()[0]

@@ -15,7 +15,6 @@ from tra.model import Decoder
 from tra.recipes import RECIPES, Recipe
 from tra.report import environment, exact_match_table, write_json
 from tra.runs import store_results
-from tra.tasks import TASKS
 from tra.tasks.base import seeded
 from tra.training import train
 
@@ -54,8 +53,8 @@ def demonstrate(folder: Path, seed: int, attentions: tuple[str, ...], console: C
 
 @torch.inference_mode()
 def _draw_attention(model: Decoder, recipe: Recipe, path: Path) -> None:
-    task = TASKS[recipe.task]
+    task = recipe.build_task()
     tokens = task.sample(seeded("heatmap", recipe.seed), 1, HEATMAP_TOKENS).tokens
     model.eval()
     weights = [layer[0] for layer in model.attention_weights(tokens.to(model.head.weight.device))]
-    attention_heatmap(weights, [task.symbols[token] for token in tokens[0].tolist()], path, "TRA on flip-flop")
+    attention_heatmap({"TRA": weights}, [task.symbols[token] for token in tokens[0].tolist()], path)

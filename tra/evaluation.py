@@ -13,7 +13,7 @@ from tra.lookup import lookup
 from tra.model import Decoder
 from tra.progress import progress
 from tra.recipes import Evaluation, Recipe
-from tra.tasks import TASKS, Batch, Task
+from tra.tasks import Batch, Task
 
 TOKENS_PER_BATCH = 16_384
 TOKENS_PER_PIECE = 512
@@ -24,7 +24,7 @@ def evaluate_all(
     model: Decoder, recipe: Recipe, evaluations: Sequence[Evaluation], console: Console
 ) -> list[dict[str, Any]]:
     """Measure a model on several sets, printing a line for each length as it is done."""
-    task = TASKS[recipe.task]
+    task = recipe.build_task()
     for name in {evaluation.name for evaluation in evaluations}:
         lookup(task.evaluation_sets(), name, "evaluation set")
     results: list[dict[str, Any]] = []
@@ -36,7 +36,7 @@ def evaluate_all(
             if done == len(evaluations) or evaluations[done].length != evaluation.length:
                 row = [result for result in results if result["length"] == evaluation.length]
                 cells = "  ".join(f"{result['set']} {result['exact_match']:.3f}" for result in row)
-                console.print(f"{attention:>6} at {evaluation.length:>6,} tokens:  {cells}", highlight=False)
+                console.print(f"{attention:>6} at {evaluation.length:>6,} {task.unit}:  {cells}", highlight=False)
     return results
 
 

@@ -16,23 +16,49 @@ SMALLEST_SHOWN = 1e-4
 """Weights below this share the darkest colour; only weights of exactly 0 are white."""
 
 
-def accuracy_by_length(results: Mapping[str, Sequence[Result]], trained: int, path: Path) -> None:
-    """Exact match against length: a panel per set, a line per mechanism, the training range shaded."""
+def accuracy_by_length(
+    results: Mapping[str, Sequence[Result]], trained: int, path: Path, unit: str = "tokens", title: str = ""
+) -> None:
+    """Exact match against length: a panel per set, a line per mechanism, the training range shaded.
+
+    Several results of one set and length are several seeds: the line is their mean, the band their range.
+    """
     names = list(dict.fromkeys(result["set"] for entries in results.values() for result in entries))
-    figure = Figure(figsize=(3.4 * len(names), 3.2), layout="constrained")
+    lengths = sorted({result["length"] for entries in results.values() for result in entries})
+    figure = Figure(figsize=(3.4 * len(names) + 1.6, 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    colours = matplotlib.colormaps["tab20"].colors if len(results) > 10 else matplotlib.colormaps["tab10"].colors
     for panel, name in zip(panels, names, strict=True):
         for index, (attention, entries) in enumerate(results.items()):
-            points = sorted((result["length"], result["exact_match"]) for result in entries if result["set"] == name)
-            panel.plot(*zip(*points, strict=True), marker="os^Dv"[index % 5], label=attention, clip_on=False)
-        lengths = sorted({result["length"] for entries in results.values() for result in entries})
+            points: dict[int, list[float]] = {}
+            for result in entries:
+                if result["set"] == name:
+                    points.setdefault(result["length"], []).append(result["exact_match"])
+            at = sorted(points)
+            colour, ours = colours[index % len(colours)], attention == "tra"
+            panel.plot(
+                at,
+                [sum(points[length]) / len(points[length]) for length in at],
+                marker="os^DvP*X"[index % 8],
+                markersize=4,
+                linewidth=2.4 if ours else 1.2,
+                zorder=3 if ours else 2,
+                color=colour,
+                label=attention,
+                clip_on=False,
+            )
+            lowest, highest = ([f(points[length]) for length in at] for f in (min, max))
+            panel.fill_between(at, lowest, highest, color=colour, alpha=0.12, linewidth=0)
         panel.set_xscale("log", base=2)
         panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        panel.minorticks_off()
         panel.axvspan(lengths[0] / 1.3, trained, color="0.92", zorder=0, label="trained length")
-        panel.set(title=name, xlabel="tokens", ylim=(0.0, 1.0), xlim=(lengths[0] / 1.3, lengths[-1] * 1.3))
+        panel.set(title=name, xlabel=unit, ylim=(0.0, 1.0), xlim=(lengths[0] / 1.3, lengths[-1] * 1.3))
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("exact match")
-    panels[-1].legend(frameon=False, loc="center right")
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
+    if title:
+        figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=160)
 
 
@@ -61,31 +87,33 @@ def time_by_length(rows: Sequence[Result], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
-def attention_heatmap(weights: Sequence[Tensor], tokens: Sequence[str], path: Path, title: str = "") -> None:
+def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[str], path: Path) -> None:
     """One sequence's attention, a row per layer and a column per head, white where a weight is exactly 0.
 
     Args:
-        weights: per layer ``[heads, L, L]``.
+        models: of each model, per layer ``[heads, L, L]``; the models stand side by side.
         tokens: the L tokens, for the axes.
     """
-    layers, heads = len(weights), weights[0].shape[0]
+    columns = [(name, head) for name, weights in models.items() for head in range(weights[0].shape[0])]
+    layers = max(len(weights) for weights in models.values())
     size = 2.6 if len(tokens) <= 40 else 4.0
-    figure = Figure(figsize=(size * heads + 0.8, size * layers + 0.4), layout="constrained")
-    panels = figure.subplots(layers, heads, squeeze=False, sharex=True, sharey=True)
+    figure = Figure(figsize=(size * len(columns) + 0.8, size * layers + 0.4), layout="constrained")
+    panels = figure.subplots(layers, len(columns), squeeze=False, sharex=True, sharey=True)
     colours = heatmap_colours()
-    for layer, matrices in enumerate(weights):
-        for head, matrix in enumerate(matrices):
-            panel = panels[layer, head]
-            image = panel.imshow(
-                heatmap_values(matrix).numpy(), cmap=colours, norm=LogNorm(SMALLEST_SHOWN, 1.0), interpolation="nearest"
-            )
-            panel.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=8)
+    for column, (name, head) in enumerate(columns):
+        for layer in range(layers):
+            panel = panels[layer, column]
+            if layer >= len(models[name]):
+                panel.set_axis_off()
+                continue
+            matrix = heatmap_values(models[name][layer][head]).numpy()
+            norm = LogNorm(SMALLEST_SHOWN, 1.0)
+            image = panel.imshow(matrix, cmap=colours, norm=norm, interpolation="nearest")
+            panel.set_title(f"{name}, layer {layer + 1}, head {head + 1}", fontsize=8)
             panel.set_xticks(range(len(tokens)), tokens, fontsize=4)
             panel.set_yticks(range(len(tokens)), tokens, fontsize=4)
             panel.tick_params(length=0, pad=1)
     figure.colorbar(image, ax=panels, shrink=0.6, label="attention weight (white: exactly 0)")
-    if title:
-        figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=160)
 
 

@@ -1,9 +1,13 @@
 """Results as JSON and Markdown, with the machine and versions they came from."""
 
+import csv
+import io
 import json
+import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,97 @@ def exact_match_table(results: Mapping[str, Sequence[Result]]) -> str:
             shown = " | ".join(cells.get(length, "") for length in lengths)
             lines.append(f"| {attention} | {name} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def records(column: str, attention: str, seed: int, results: Sequence[Result]) -> list[dict[str, Any]]:
+    """A run's results as rows that say where they belong."""
+    return [{"column": column, "attention": attention, "seed": seed, **result} for result in results]
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation (0 for a single value)."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def comparison_tables(rows: Sequence[Result], trained: Mapping[str, int]) -> str:
+    """Markdown: exact match past the training length, at it, and column by column; mean ± deviation over seeds.
+
+    A set called "all" stands for the others of its column in the first two tables.
+    """
+    in_training = [row for row in rows if row["length"] <= trained[row["column"]] and _stands(row, rows)]
+    past = [row for row in rows if row["length"] > trained[row["column"]] and _stands(row, rows)]
+    parts = []
+    if past:
+        parts.append("## Past the training length\n\nMean over the longer lengths.\n\n" + _table(past, _task_and_set))
+    if in_training:
+        parts.append("## Within the training length\n\n" + _table(in_training, _task_and_set))
+    for column, length in trained.items():
+        mine = [row for row in rows if row["column"] == column]
+        if mine:
+            parts.append(f"## {column}\n\nTrained at up to {length:,}.\n\n" + _table(mine, _set_and_length))
+    return "\n".join(parts)
+
+
+def comparison_csv(rows: Sequence[Result]) -> str:
+    """A line per column, set, length and mechanism."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["task", "set", "length", "attention", "seeds", "mean", "deviation"])
+    for (column, name, length, attention), values in _grouped(
+        rows, lambda row: (row["column"], row["set"], row["length"], row["attention"])
+    ).items():
+        mean, deviation = spread(values)
+        writer.writerow([column, name, length, attention, len(values), f"{mean:.6f}", f"{deviation:.6f}"])
+    return text.getvalue()
+
+
+def _table(rows: Sequence[Result], heading: Callable[[Result], str]) -> str:
+    """A row per mechanism and a column per heading; the best mean of each column is bold."""
+    headings = list(dict.fromkeys(heading(row) for row in rows))
+    cells: dict[tuple[str, str], tuple[float, float]] = {}
+    for key, parts in _grouped_rows(rows, lambda row: (row["attention"], heading(row))).items():
+        # Lengths first, then seeds: the deviation is that between runs.
+        by_seed = _grouped(parts, lambda row: row["seed"])
+        cells[key] = spread([statistics.fmean(values) for values in by_seed.values()])
+    best = {name: max(mean for (_, column), (mean, _) in cells.items() if column == name) for name in headings}
+    seeds = len({row["seed"] for row in rows})
+    lines = [f"| attention | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
+    for attention in dict.fromkeys(row["attention"] for row in rows):
+        shown = []
+        for name in headings:
+            mean, deviation = cells.get((attention, name), (math.nan, 0.0))
+            text = "" if math.isnan(mean) else f"{mean:.2f}" + (f" ± {deviation:.2f}" if seeds > 1 else "")
+            is_best = mean > 0 and round(mean, 4) == round(best[name], 4)
+            shown.append(f"**{text}**" if is_best else text)
+        lines.append(f"| {attention} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _grouped_rows(rows: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
+    groups: dict[Any, list[Result]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def _grouped(rows: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[float]]:
+    return {name: [row["exact_match"] for row in group] for name, group in _grouped_rows(rows, key).items()}
+
+
+def _task_and_set(row: Result) -> str:
+    return (
+        row["column"]
+        if row["set"] == "all" or row["column"].startswith(row["set"])
+        else f"{row['column']} {row['set']}"
+    )
+
+
+def _set_and_length(row: Result) -> str:
+    return f"{row['set']} {row['length']:,}"
+
+
+def _stands(row: Result, rows: Sequence[Result]) -> bool:
+    return row["set"] == "all" or not any(other["set"] == "all" for other in rows if other["column"] == row["column"])
 
 
 def _processor() -> str:

@@ -10,7 +10,6 @@ from tra.errors import RunError
 from tra.model import Decoder
 from tra.recipes import Recipe
 from tra.report import environment, write_json
-from tra.tasks import TASKS
 
 
 def load_recipe(folder: Path) -> Recipe:
@@ -41,7 +40,7 @@ def store_results(folder: Path, recipe: Recipe, step: int, results: list[dict[st
         "step": step,
         "steps": recipe.steps,
         "task": recipe.task,
-        "task_version": TASKS[recipe.task].version,
+        "task_version": recipe.build_task().version,
         "environment": environment(),
         "results": results,
     }

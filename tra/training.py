@@ -24,11 +24,10 @@ from torch import Tensor
 from tra import checkpoint
 from tra.errors import Interrupted, RunError
 from tra.files import write_whole
-from tra.lookup import lookup
 from tra.model import Decoder
 from tra.progress import progress
 from tra.recipes import Recipe
-from tra.tasks import TASKS, Batch
+from tra.tasks import Batch
 from tra.tasks.base import seed_of, seeded
 
 
@@ -111,7 +110,7 @@ class _Run:
                     entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": rate}
                     metrics.write(entry)
                     now = time.monotonic()
-                    tokens = (done - since) * recipe.batch * recipe.length
+                    tokens = (done - since) * recipe.batch * mine.tokens.shape[1]
                     speed.write({"step": done, "tokens_per_second": tokens / max(now - started, 1e-9)})
                     started, since = now, done
                     accelerator.log(entry, step=done)
@@ -199,7 +198,7 @@ def summed_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 def training_batches(recipe: Recipe) -> Callable[[int], Batch]:
     """The batch of each step, as a function of the step's number alone."""
-    task = lookup(TASKS, recipe.task, "task")
+    task = recipe.build_task()
     if recipe.data == "fresh":
         return lambda step: task.sample(seeded("train", recipe.seed, step), recipe.batch, recipe.length)
     if recipe.data == "fixed":
@@ -226,10 +225,11 @@ def training_batches(recipe: Recipe) -> Callable[[int], Batch]:
 
 def _fixed_set(recipe: Recipe, examples: int) -> Batch:
     """Drawn in blocks of 1,024 sequences and held in bytes where the vocabulary allows."""
-    task = lookup(TASKS, recipe.task, "task")
+    task = recipe.build_task()
     dtype = torch.uint8 if len(task.symbols) <= 256 else torch.int32
-    tokens = torch.empty(examples, recipe.length, dtype=dtype)
-    counted = torch.empty(examples, recipe.length, dtype=torch.bool)
+    width = task.sample(torch.Generator(), 1, recipe.length).tokens.shape[1]
+    tokens = torch.empty(examples, width, dtype=dtype)
+    counted = torch.empty(examples, width, dtype=torch.bool)
     for start in range(0, examples, 1024):
         block = task.sample(seeded("fixed", recipe.seed, start), min(1024, examples - start), recipe.length)
         tokens[start : start + 1024] = block.tokens

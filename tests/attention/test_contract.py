@@ -103,7 +103,8 @@ def test_weights_explain_the_output(mechanism: type[Attention]) -> None:
     assert weights.shape == (2, HEADS, LENGTH, LENGTH)
     assert (weights.triu(1) == 0).all()
     value = attention.value(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-    assert_close(attention.output((weights @ value).transpose(1, 2).flatten(2)), attention(x))
+    mixed = attention.finished(weights @ value)
+    assert_close(attention.output(mixed.transpose(1, 2).flatten(2)), attention(x))
 
 
 @torch.no_grad()
@@ -135,13 +136,19 @@ def test_dropout_acts_in_training_only(mechanism: type[Attention]) -> None:
 
 
 def test_runs_in_half_precision_under_autocast(mechanism: type[Attention]) -> None:
-    attention, x = mechanism(WIDTH, HEADS).float(), inputs().float()
+    attention, x = build(mechanism).float(), inputs().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attention(x)
-    torch.testing.assert_close(out.float(), attention(x), rtol=0.05, atol=0.05)
+    expected = attention(x)
+    error = (out.float() - expected).abs()
+    # Most entries, since a score near a threshold may fall on its other side.
+    assert error.flatten().quantile(0.9) < 0.02 * expected.abs().max()
 
 
-def test_compiles_without_graph_breaks(mechanism: type[Attention]) -> None:
+def test_compiles_without_graph_breaks(mechanism: type[Attention], dtype: torch.dtype) -> None:
+    if dtype == torch.float64:
+        pytest.skip("compiling takes seconds; single precision reaches the kernels")
+    torch._dynamo.reset()  # each compiled mechanism counts against one limit on recompilations
     attention = build(mechanism)
     compiled = torch.compile(attention, fullgraph=True, dynamic=True)
     for length in (9, 14):

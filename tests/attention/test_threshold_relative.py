@@ -48,7 +48,8 @@ def test_projections_have_the_biases_of_the_paper() -> None:
 @torch.no_grad()
 def test_scores_respect_the_bound_the_module_vouches_for() -> None:
     module = ThresholdRelativeAttention(64, 4)
-    query, key, _ = module._project(torch.randn(4, 50, 64) * 100)
+    x = torch.randn(4, 50, 64) * 100
+    query, key, _ = module._project(x, x)
     assert (query @ key.mT / 4).abs().max() <= math.sqrt(16) * (1 + 1e-6)
 
 

@@ -1,13 +1,35 @@
 """Attention mechanisms: one file each, one contract, interchangeable in the decoder."""
 
+from tra.attention.ablations import DistanceOnlyAttention, OrdinaryDistanceAttention, ThresholdOnlyAttention
+from tra.attention.alibi import LinearBiasAttention
 from tra.attention.base import Attention
 from tra.attention.cache import Cache
+from tra.attention.cope import ContextualPositionAttention
+from tra.attention.differential import DifferentialAttention
+from tra.attention.fot import ForgettingAttention
+from tra.attention.nope import UnpositionedAttention
 from tra.attention.rope import RotaryAttention
+from tra.attention.selective import SelectiveAttention
+from tra.attention.sinusoidal import SinusoidalAttention
+from tra.attention.stick_breaking import StickBreakingAttention
+from tra.attention.t5 import BucketBiasAttention
 from tra.attention.threshold_relative import ThresholdRelativeAttention
 
 MECHANISMS: dict[str, type[Attention]] = {
-    "rope": RotaryAttention,
     "tra": ThresholdRelativeAttention,
+    "rope": RotaryAttention,
+    "nope": UnpositionedAttention,
+    "sinusoidal": SinusoidalAttention,
+    "alibi": LinearBiasAttention,
+    "t5": BucketBiasAttention,
+    "fot": ForgettingAttention,
+    "cope": ContextualPositionAttention,
+    "stick-breaking": StickBreakingAttention,
+    "differential": DifferentialAttention,
+    "selective": SelectiveAttention,
+    "tra-threshold-only": ThresholdOnlyAttention,
+    "tra-distance-only": DistanceOnlyAttention,
+    "tra-ordinary-distance": OrdinaryDistanceAttention,
 }
 
 __all__ = ["MECHANISMS", "Attention", "Cache", "RotaryAttention", "ThresholdRelativeAttention"]

@@ -1,5 +1,6 @@
 """The contract of a mechanism, and everything that all mechanisms share: only the rule differs between them."""
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -76,13 +77,23 @@ class Attention(nn.Module, ABC):
         # Before anything enters the cache: a wrong mask must not leave it half-filled.
         keys = x.shape[1] + (0 if cache is None else len(cache))
         check_masks(key_mask, segment_ids, x.shape[0], keys, x.device)
-        query, key, value = self._project(x)
+        query, key, value = self._project(x, self.located(x, keys, key_mask, segment_ids))
         mixed = self.attend(x, query, key, value, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(self.finished(mixed).transpose(1, 2).flatten(2))
+
+    def located(self, x: Tensor, keys: int, key_mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+        """What queries and keys are projected from: x itself, unless the mechanism adds positions to it.
+
+        x holds the last of ``keys`` tokens."""
+        return x
+
+    def finished(self, mixed: Tensor) -> Tensor:
+        """What enters the output projection: the mixed values ``[B, Hq, L, D]``, unless the mechanism rescales them."""
+        return mixed
 
     def weights(self, x: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
         """The attention matrix ``[B, Hq, L, L]``: what the rule makes of an identity matrix as values."""
-        query, key, _ = self._project(x)
+        query, key, _ = self._project(x, self.located(x, x.shape[1], key_mask, segment_ids))
         identity = torch.eye(x.shape[1], dtype=key.dtype, device=key.device)
         identity = identity.expand(*key.shape[:2], -1, -1)
         was_training, self.training = self.training, False
@@ -91,10 +102,10 @@ class Attention(nn.Module, ABC):
         finally:
             self.training = was_training
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, located: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
+            projection(source).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for projection, source in ((self.query, located), (self.key, located), (self.value, x))
         )
         if self.qk_norm:
             query = F.rms_norm(query, (self.head_width,))
@@ -119,20 +130,31 @@ def causal_softmax_attention(
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     dropout: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention through PyTorch's SDPA; exactly 0 for a query that sees no key."""
+    """Softmax attention through PyTorch's SDPA; exactly 0 for a query that sees no key.
+
+    ``bias``, broadcast to ``[B, Hq, Lq, Lk]``, is added to the scores.
+    """
     queries, keys = query.shape[2], key.shape[2]
-    is_causal, visible = False, None
-    if key_mask is None and segment_ids is None and queries == keys:
+    is_causal, mask = False, None
+    if bias is None and key_mask is None and segment_ids is None and queries == keys:
         is_causal = True
-    elif key_mask is not None or segment_ids is not None or queries != 1:
-        visible = visible_keys(queries, keys, key_mask, segment_ids, query.device)
+    elif bias is not None or key_mask is not None or segment_ids is not None or queries != 1:
+        mask = visible_keys(queries, keys, key_mask, segment_ids, query.device)
+        if bias is not None:
+            mask = bias.masked_fill(~mask, -math.inf).to(query.dtype)
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=visible,
+        attn_mask=mask,
         dropout_p=dropout,
         is_causal=is_causal,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def distances(queries: int, keys: int, device: torch.device) -> Tensor:
+    """How many tokens back each key lies, ``[queries, keys]``; the last query is aligned with the last key."""
+    return torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)

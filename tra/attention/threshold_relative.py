@@ -53,13 +53,12 @@ class ThresholdRelativeAttention(Attention):
         key_mask: Tensor | None,
         segment_ids: Tensor | None,
     ) -> Tensor:
-        log_gate = F.logsigmoid(self.gate(x)).transpose(1, 2)
         key, value = remember(cache, key, value)
         return threshold_relative_attention(
             query,
             key,
             value,
-            log_gate,
+            self.log_gate(x),
             key_mask=key_mask,
             segment_ids=segment_ids,
             threshold=self.threshold,
@@ -69,6 +68,10 @@ class ThresholdRelativeAttention(Attention):
             score_bound=math.sqrt(self.head_width) if self.qk_norm else None,
             impl=self.impl,
         )
+
+    def log_gate(self, x: Tensor) -> Tensor:
+        """``[B, Hq, L]``, never positive: what a step of distance costs each query."""
+        return F.logsigmoid(self.gate(x)).transpose(1, 2)
 
     def weights(self, x: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
         """As for every mechanism; no key is left out for stopping early, so 0 means not kept."""

@@ -1,7 +1,7 @@
 """What a recipe says, and how it is stored with a run."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -9,7 +9,8 @@ import tyro
 
 from tra.lookup import lookup
 from tra.model import DecoderConfig
-from tra.tasks import TASKS
+from tra.tasks import TASKS, Task
+from tra.tasks.strings import StringTask
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Evaluation:
 
     name: str
     length: int
-    """In tokens."""
+    """In the task's unit: tokens, or symbols of the string."""
     examples: int
 
 
@@ -32,12 +33,14 @@ class Recipe:
     task: str
     """Name of the task to train on."""
     length: int
-    """Tokens per training sequence."""
+    """Of training sequences, in the task's unit; string tasks mix all lengths up to this one."""
     steps: int
     batch: int
     """Sequences per step, over all processes."""
     learning_rate: float
     seed: int = 0
+    alphabet: int | None = None
+    """Number of symbols of a string task; the task's own by default."""
     data: str = "fresh"
     """Where training sequences come from: "fresh" draws new ones at every step, "fixed" draws a set of `examples`
     once, "hub" reads the copy that the task's authors published, and anything else is a folder that holds it."""
@@ -74,7 +77,7 @@ class Recipe:
             raise ValueError(f"clip must be positive, got {self.clip!r}")
         if self.data == "fixed" and (self.examples is None or self.examples < self.batch):
             raise ValueError(f"examples must be at least the batch of {self.batch} for fixed data, got {self.examples}")
-        task = lookup(TASKS, self.task, "task")
+        task = self.build_task()
         if self.model.vocabulary < len(task.symbols):
             raise ValueError(
                 f"model.vocabulary must be at least {len(task.symbols)} for {self.task}, got {self.model.vocabulary}"
@@ -83,6 +86,15 @@ class Recipe:
         task.sample(torch.Generator(), 1, self.length)
         for entry in self.evaluations:
             lookup(task.evaluation_sets(), entry.name, "evaluation set").sample(torch.Generator(), 1, entry.length)
+
+    def build_task(self) -> Task:
+        """The task to train on and be measured on."""
+        task = lookup(TASKS, self.task, "task")
+        if self.alphabet is None:
+            return task
+        if not isinstance(task, StringTask):
+            raise ValueError(f"alphabet must be None for {self.task}, got {self.alphabet}")
+        return replace(task, alphabet=self.alphabet)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

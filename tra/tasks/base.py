@@ -41,12 +41,19 @@ class Task(ABC):
     name: ClassVar[str]
     version: ClassVar[int]
     """Raised whenever the same generator would give other sequences."""
-    symbols: ClassVar[Sequence[str]]
-    """The vocabulary: token i is written as ``symbols[i]``."""
+    unit: ClassVar[str] = "tokens"
+    """What a length counts."""
+    separator: ClassVar[str] = ""
+    """Between symbols when a sequence is written out."""
+
+    @property
+    @abstractmethod
+    def symbols(self) -> Sequence[str]:
+        """The vocabulary: token i is written as ``symbols[i]``."""
 
     @abstractmethod
     def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
-        """Draw a batch of sequences of the given length in tokens."""
+        """Draw a batch of sequences of the given length in the task's unit."""
 
     @abstractmethod
     def evaluation_sets(self) -> Mapping[str, "Task"]:
@@ -70,7 +77,7 @@ class Task(ABC):
 
     def text(self, tokens: Tensor) -> str:
         """One sequence ``[L]`` written out."""
-        return "".join(self.symbols[token] for token in tokens.tolist())
+        return self.separator.join(self.symbols[token] for token in tokens.tolist())
 
 
 def seeded(*key: object) -> torch.Generator:

@@ -1,0 +1,61 @@
+"""ALiBi against the slopes and the bias of Press et al. 2022 (arXiv 2108.12409, section 3, and their code)."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tra.attention.alibi import LinearBiasAttention, head_slopes
+
+
+def published_slopes(heads: int) -> list[float]:
+    """The recursion of the authors' get_slopes: n heads of a power of two start at 2^(-2^-(log2(n) - 3))."""
+    if heads & (heads - 1) == 0:
+        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
+        return [start * start**head for head in range(heads)]
+    lower = 1 << (heads.bit_length() - 1)
+    return published_slopes(lower) + published_slopes(2 * lower)[::2][: heads - lower]
+
+
+def test_slopes_of_eight_and_sixteen_heads_are_those_in_the_paper() -> None:
+    assert head_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    sixteen = head_slopes(16)
+    assert sixteen[0] == pytest.approx(2**-0.5, rel=1e-15)
+    assert sixteen[1::2] == head_slopes(8)
+    assert [b / a for a, b in pairwise(sixteen)] == pytest.approx([2**-0.5] * 15, rel=1e-14)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 12, 20, 31, 32])
+def test_slopes_of_any_number_of_heads_follow_the_recursion(heads: int) -> None:
+    assert head_slopes(heads) == pytest.approx(published_slopes(heads), rel=1e-13)
+    assert_close(LinearBiasAttention(2 * heads, heads).slopes, torch.tensor(published_slopes(heads)))
+
+
+@torch.no_grad()
+def test_output_equals_the_loops() -> None:
+    # The slopes of six heads are powers of two, so the module's float32 buffer holds them exactly.
+    attention = LinearBiasAttention(24, 6).double().eval()
+    x = torch.randn(12, 24, dtype=torch.float64)
+    mixed = torch.zeros_like(x)
+    for head, slope in enumerate([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]):
+        own = slice(4 * head, 4 * head + 4)
+        query, key = (x @ attention.query.weight.T)[:, own], (x @ attention.key.weight.T)[:, own]
+        query, key = (y / y.square().mean(-1, keepdim=True).sqrt() for y in (query, key))
+        value = (x @ attention.value.weight.T)[:, own]
+        for i in range(12):
+            # The bias is not divided by sqrt(d), as the paper notes.
+            raw = [math.exp(query[i] @ key[j] / math.sqrt(4) - slope * (i - j)) for j in range(i + 1)]
+            for j in range(i + 1):
+                mixed[i, own] += raw[j] / sum(raw) * value[j]
+    assert_close(attention(x[None])[0], mixed @ attention.output.weight.T + attention.output.bias)
+
+
+@torch.no_grad()
+def test_weights_of_equal_scores_fall_by_the_slope_at_every_step() -> None:
+    attention = LinearBiasAttention(32, 8).double().eval()
+    attention.query.weight.zero_()
+    last = attention.weights(torch.randn(1, 10, 32, dtype=torch.float64))[0, :, -1]
+    for head in range(8):
+        assert_close(last[head].log().diff(), torch.full((9,), 2.0 ** -(head + 1), dtype=torch.float64))

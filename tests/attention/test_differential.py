@@ -1,0 +1,104 @@
+"""Differential attention against the equations of Ye et al. 2024 (arXiv 2410.05258), as loops."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from tra.attention.differential import DifferentialAttention
+
+WIDTH, HEADS, LENGTH, THETA = 32, 4, 13, 500_000.0
+HEAD, HALF = WIDTH // HEADS, WIDTH // HEADS // 2
+
+
+def heads(x: torch.Tensor, projection: nn.Linear, normalise: bool) -> list[list[list[float]]]:
+    """``[L][H][D]``, with root mean square 1 if asked for."""
+    projected = (x @ projection.weight.T).reshape(len(x), -1, HEAD)
+    if normalise:
+        projected = projected / projected.square().mean(-1, keepdim=True).sqrt()
+    return projected.tolist()
+
+
+def turned(vector: list[float], position: int) -> list[float]:
+    """RoPE: the pairs (x_i, x_{i + D/2}) as complex numbers, times a phase."""
+    pairs = len(vector) // 2
+    phases = (position * THETA ** (-pair / pairs) for pair in range(pairs))
+    numbers = [
+        complex(vector[pair], vector[pair + pairs]) * complex(math.cos(phase), math.sin(phase))
+        for pair, phase in enumerate(phases)
+    ]
+    return [number.real for number in numbers] + [number.imag for number in numbers]
+
+
+def dot(x: list[float], y: list[float]) -> float:
+    return sum(a * b for a, b in zip(x, y, strict=True))
+
+
+def softmax(logits: list[float]) -> list[float]:
+    total = sum(map(math.exp, logits))
+    return [math.exp(logit) / total for logit in logits]
+
+
+def build(**options: object) -> DifferentialAttention:
+    """Far from its start: there the vectors of lambda are small, and the scale of the norm is 1."""
+    module = DifferentialAttention(WIDTH, HEADS, **options).double().eval()
+    module.lambdas.data = 0.5 * torch.randn(2, 2, HALF, dtype=torch.float64)
+    module.norm.weight.data = torch.randn(HEAD, dtype=torch.float64)
+    return module
+
+
+def factor(module: DifferentialAttention, start: float) -> float:
+    (query1, key1), (query2, key2) = module.lambdas.tolist()
+    return math.exp(dot(query1, key1)) - math.exp(dot(query2, key2)) + start
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("start", [0.8, 0.5])
+@torch.no_grad()
+def test_equals_the_paper_from_projections_to_output(kv_heads: int, start: float) -> None:
+    module = build(kv_heads=kv_heads) if start == 0.8 else build(kv_heads=kv_heads, start=start)
+    x = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
+    query, key, value = (
+        heads(x, projection, normalise)
+        for projection, normalise in ((module.query, True), (module.key, True), (module.value, False))
+    )
+    scale, rows = module.norm.weight.tolist(), torch.zeros_like(x)
+    for h in range(HEADS):
+        group = h // (HEADS // kv_heads)
+        for i in range(LENGTH):
+            attentions = []
+            for half in (slice(0, HALF), slice(HALF, HEAD)):
+                q = turned(query[i][h][half], i)
+                keys = [turned(key[j][group][half], j) for j in range(i + 1)]
+                attentions.append(softmax([dot(q, k) / math.sqrt(HALF) for k in keys]))
+            weights = [one - factor(module, start) * two for one, two in zip(*attentions, strict=True)]
+            mixed = [sum(weights[j] * value[j][group][d] for j in range(i + 1)) for d in range(HEAD)]
+            size = math.sqrt(sum(number**2 for number in mixed) / HEAD + 1e-5)
+            for d in range(HEAD):
+                rows[i, h * HEAD + d] = (1.0 - start) * scale[d] * mixed[d] / size
+    assert_close(module(x[None])[0], rows @ module.output.weight.T + module.output.bias)
+
+
+@torch.no_grad()
+def test_weights_sum_to_one_less_lambda_and_may_be_negative() -> None:
+    module = build()
+    weights = module.weights(torch.randn(2, LENGTH, WIDTH, dtype=torch.float64))
+    assert_close(weights.sum(-1), torch.full_like(weights[..., 0], 1.0 - factor(module, 0.8)))
+    assert weights.min() < 0
+
+
+def test_starts_as_the_authors_do() -> None:
+    module = DifferentialAttention(512, 1)
+    assert module.lambdas.shape == (2, 2, 256)
+    assert module.lambdas.std().item() == pytest.approx(0.1, rel=0.1)
+    assert module.norm.eps == 1e-5
+    assert (module.norm.weight == 1).all()
+
+
+def test_wrong_argument_is_named() -> None:
+    with pytest.raises(ValueError, match=r"width // heads must be a multiple of 4 for two rotary halves, got 6"):
+        DifferentialAttention(24, 4)
+    with pytest.raises(ValueError, match=r"start must be in \[0, 1\), got 1.0"):
+        DifferentialAttention(WIDTH, HEADS, start=1.0)

@@ -1,0 +1,56 @@
+"""TRA with one of its parts taken out, to see what each is worth."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tra.attention.base import distances, remember
+from tra.attention.cache import Cache
+from tra.attention.dense import dense_mix, dense_scores, dense_softmax
+from tra.attention.threshold_relative import ThresholdRelativeAttention
+from tra.ops.visibility import visible_keys
+
+
+class ThresholdOnlyAttention(ThresholdRelativeAttention):
+    """The threshold without a distance: softmax over the keys that pass it."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int | None = None, **options: Any) -> None:
+        super().__init__(width, heads, kv_heads, **options)
+        del self.gate
+
+    def log_gate(self, x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], self.heads, x.shape[1])
+
+
+class DistanceOnlyAttention(ThresholdRelativeAttention):
+    """The gated distance without a threshold: every key is kept, so distance counts all tokens."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int | None = None, **options: Any) -> None:
+        super().__init__(width, heads, kv_heads, threshold=NO_THRESHOLD, **options)
+
+
+class OrdinaryDistanceAttention(ThresholdRelativeAttention):
+    """The threshold with the ordinary distance: it counts all tokens, kept or not."""
+
+    def attend(
+        self,
+        x: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cache: Cache | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> Tensor:
+        key, value = remember(cache, key, value)
+        queries, keys = query.shape[2], key.shape[2]
+        scores = dense_scores(query, key)
+        visible = visible_keys(queries, keys, key_mask, segment_ids, query.device)
+        count = distances(queries, keys, query.device) + 1
+        logits = scores + self.log_gate(x)[..., None] * count
+        return dense_mix(dense_softmax(logits, visible & (scores > self.threshold)), value, self.active_dropout)
+
+
+NO_THRESHOLD = -1e30
+"""Below every score, and finite as the operator wants it."""

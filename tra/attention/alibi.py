@@ -1,0 +1,51 @@
+"""ALiBi: attention with linear biases (Press et al. 2022, arXiv 2108.12409) on PyTorch's SDPA."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tra.attention.base import Attention, causal_softmax_attention, distances, remember
+from tra.attention.cache import Cache
+
+
+class LinearBiasAttention(Attention):
+    """Softmax attention whose scores fall linearly with distance, at a fixed slope for each head."""
+
+    slopes: Tensor
+
+    def __init__(self, width: int, heads: int, kv_heads: int | None = None, **shared: Any) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        self.register_buffer("slopes", torch.tensor(head_slopes(heads)), persistent=False)
+
+    def attend(
+        self,
+        x: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cache: Cache | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> Tensor:
+        key, value = remember(cache, key, value)
+        distance = distances(query.shape[2], key.shape[2], query.device)
+        return causal_softmax_attention(
+            query,
+            key,
+            value,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+            dropout=self.active_dropout,
+            bias=(-self.slopes[:, None, None] * distance)[None],
+        )
+
+
+def head_slopes(heads: int) -> list[float]:
+    """A geometric series from 2^(-8/heads) down to 2^-8; for other than powers of two, the authors' interpolation:
+    the series of the next lower power, then every other slope of the next higher one."""
+    lower = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (head + 1) / lower) for head in range(lower)]
+    return slopes + [2.0 ** (-4.0 * (2 * head + 1) / lower) for head in range(heads - lower)]

@@ -1,0 +1,47 @@
+"""Selective attention (Leviathan et al. 2024, arXiv 2410.02703), with RoPE for positions (ours)."""
+
+import torch
+from torch import Tensor
+
+from tra.attention.base import distances, remember
+from tra.attention.cache import Cache
+from tra.attention.dense import dense_mix, dense_scores, dense_softmax
+from tra.attention.rope import RotaryAttention, rotate, rotation
+from tra.ops.visibility import visible_keys
+
+
+class SelectiveAttention(RotaryAttention):
+    """Softmax attention in which a token can declare earlier ones no longer needed, for all tokens after it.
+
+    The positive scores of the first head say how much the query's token masks the key. The scores of all heads lose
+    the sum of this over the tokens between key and query. No token masks itself or the first of its document.
+    """
+
+    def attend(
+        self,
+        x: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cache: Cache | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> Tensor:
+        start = 0 if cache is None else len(cache)
+        turn = rotation(start, start + x.shape[1], self.head_width, self.theta)
+        query, key = rotate(query, *turn), rotate(key, *turn)
+        # How much the tokens so far mask each key; none has masked the new ones.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        masked = torch.zeros(query.shape[0], 1, query.shape[2], dtype=dtype, device=query.device)
+        key, value, masked = remember(cache, key, value, masked)
+        queries, keys = query.shape[2], key.shape[2]
+        visible = visible_keys(queries, keys, key_mask, segment_ids, query.device)
+        scores = dense_scores(query, key)
+
+        can_mask = visible & (distances(queries, keys, query.device) != 0) & (visible.cumsum(dim=-1) != 1)
+        masks = scores[:, :1].relu().masked_fill(~can_mask, 0.0)
+        until_query = masked[:, :, None] + masks.cumsum(dim=-2) - masks
+        if cache is not None:
+            masked += masks.sum(dim=-2)  # in the cache
+        return dense_mix(dense_softmax(scores - until_query, visible), value, self.active_dropout)

@@ -1,0 +1,73 @@
+"""T5's relative position bias (Raffel et al. 2020, arXiv 1910.10683) on PyTorch's SDPA.
+
+Each layer learns its own bias, and scores keep their scale of 1 / sqrt(D), as for every mechanism here.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tra.attention.base import Attention, causal_softmax_attention, distances, remember
+from tra.attention.cache import Cache
+
+
+class BucketBiasAttention(Attention):
+    """Softmax attention with a learned bias for each head and bucket of distances.
+
+    Takes the arguments of :class:`~tra.attention.base.Attention`, and:
+
+    Args:
+        buckets: half of them hold one distance each, the others grow logarithmically.
+        max_distance: from here on all distances share the last bucket.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        buckets: int = 32,
+        max_distance: int = 128,
+        **shared: Any,
+    ) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        if buckets < 2 or max_distance <= buckets // 2:
+            raise ValueError(f"max_distance must exceed half of the buckets ({buckets}), got {max_distance}")
+        self.buckets, self.max_distance = buckets, max_distance
+        self.bias = nn.Embedding(buckets, heads)
+        nn.init.normal_(self.bias.weight, std=width**-0.5)
+
+    def attend(
+        self,
+        x: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cache: Cache | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> Tensor:
+        key, value = remember(cache, key, value)
+        distance = distances(query.shape[2], key.shape[2], query.device).clamp(min=0)
+        bias = self.bias(bucket_of(distance, self.buckets, self.max_distance))
+        return causal_softmax_attention(
+            query,
+            key,
+            value,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+            dropout=self.active_dropout,
+            bias=bias.permute(2, 0, 1)[None],
+        )
+
+
+def bucket_of(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """The bucket of each distance back from the query."""
+    exact = buckets // 2
+    growth = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
+    far = exact + (growth * (buckets - exact)).long()
+    return torch.where(distance < exact, distance, far.clamp(max=buckets - 1))

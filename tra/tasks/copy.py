@@ -1,0 +1,51 @@
+"""Copy a string.
+
+    <bos> s3 s9 s4 <sep> -> s3 s9 s4 <eos>
+
+Everything after `<sep>` counts. `CopyUnique` draws symbols without replacement, `CopyRepeat` with. The layout and the
+alphabets are ours.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tra.tasks.base import Batch
+from tra.tasks.strings import BOS, EOS, SEP, SPECIAL, StringTask, draw_unique, every, join
+
+
+@dataclass(frozen=True)
+class CopyUnique(StringTask):
+    """Every symbol of the string is a different one, so it is enough to find the last symbol written."""
+
+    name = "copy_unique"
+    version = 1
+
+    def evaluation_sets(self) -> Mapping[str, "CopyUnique"]:
+        return {"copy": replace(self, mixed=False)}
+
+    def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
+        x, lengths = self.draw(rng, batch, length), self.draw_lengths(rng, batch, length)
+        present = torch.arange(length) < lengths[:, None]
+        return join(
+            every(BOS, batch),
+            (x, present, False),
+            every(SEP, batch),
+            (x, present, True),
+            every(EOS, batch, counted=True),
+        )
+
+    def draw(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
+        return draw_unique(rng, batch, length, self.alphabet, first=len(SPECIAL))
+
+
+@dataclass(frozen=True)
+class CopyRepeat(CopyUnique):
+    """Symbols repeat, so the place in the string matters."""
+
+    name = "copy_repeat"
+
+    def draw(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
+        return torch.randint(self.alphabet, (batch, length), generator=rng) + len(SPECIAL)
