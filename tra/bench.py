@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tra.errors import RunError
 from tra.figures import time_by_length
-from tra.model import Decoder, sized
+from tra.model import Decoder, DecoderConfig, sized
 from tra.ops import threshold_relative_attention
 from tra.report import environment, write_json
 
@@ -227,18 +227,7 @@ def _decode_case(batch: int, cached: int, goal: float) -> Case:
 
 def _training_case(size: str, batch: int, length: int, goal: float) -> Case:
     def prepare(attention: str) -> Work:
-        torch.manual_seed(0)
-        model = Decoder(sized(size, attention=attention, dropout=0.0))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        tokens = torch.randint(model.config.vocabulary, (batch, length + 1))
-
-        def work() -> None:
-            logits = model(tokens[:, :-1])
-            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return work
+        return training_step(sized(size, attention=attention, dropout=0.0), batch, length)
 
     return (
         f"training step, {size} model",
@@ -247,6 +236,24 @@ def _training_case(size: str, batch: int, length: int, goal: float) -> Case:
         lambda: prepare("tra"),
         lambda: {"RoPE on SDPA": prepare("rope")},
     )
+
+
+def training_step(config: DecoderConfig, batch: int, length: int, device: str = "cpu") -> Work:
+    """A whole step of training on random tokens: forward, loss, backward, optimiser."""
+    torch.manual_seed(0)
+    model = Decoder(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(config.vocabulary, (batch, length + 1)).to(device)
+
+    def work() -> None:
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+
+    return work
 
 
 def share_of_sgemm(seconds: float) -> float:

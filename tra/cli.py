@@ -317,6 +317,7 @@ def _list(arguments: list[str]) -> int:
     from tra.attention import MECHANISMS
     from tra.model import SIZES
     from tra.ops.threshold_relative import cpu
+    from tra.tasks import TASKS
 
     def first_line(thing: object) -> str:
         return (thing.__doc__ or "").strip().splitlines()[0]

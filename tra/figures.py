@@ -27,7 +27,7 @@ def accuracy_by_length(
     lengths = sorted({result["length"] for entries in results.values() for result in entries})
     figure = Figure(figsize=(3.4 * len(names) + 1.6, 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    colours = matplotlib.colormaps["tab20"].colors if len(results) > 10 else matplotlib.colormaps["tab10"].colors
+    colours = matplotlib.colormaps["tab20" if len(results) > 10 else "tab10"]
     for panel, name in zip(panels, names, strict=True):
         for index, (attention, entries) in enumerate(results.items()):
             points: dict[int, list[float]] = {}
@@ -35,7 +35,7 @@ def accuracy_by_length(
                 if result["set"] == name:
                     points.setdefault(result["length"], []).append(result["exact_match"])
             at = sorted(points)
-            colour, ours = colours[index % len(colours)], attention == "tra"
+            colour, ours = colours(index % colours.N), attention == "tra"
             panel.plot(
                 at,
                 [sum(points[length]) / len(points[length]) for length in at],
@@ -84,6 +84,24 @@ def time_by_length(rows: Sequence[Result], path: Path) -> None:
         if lines:
             panel.legend(frameon=False)
     panels[0].set_ylabel("milliseconds per head")
+    figure.savefig(path, dpi=160)
+
+
+def cost_by_attention(rows: Sequence[Result], path: Path) -> None:
+    """Time per step and peak memory of each mechanism, as multiples of RoPE's."""
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    figure = Figure(figsize=(9.0, 0.8 + 0.28 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(sizes), 2, squeeze=False, sharey="row")
+    for (time_panel, memory_panel), size in zip(panels, sizes, strict=True):
+        mine = [row for row in reversed(rows) if row["size"] == size]
+        names = [row["attention"] for row in mine]
+        colours = ["C1" if name == "tra" else "0.6" for name in names]
+        for panel, key in ((time_panel, "time_ratio"), (memory_panel, "memory_ratio")):
+            panel.barh(names, [row[key] or 0.0 for row in mine], color=colours)
+            panel.axvline(1.0, color="black", linewidth=0.8)
+            panel.spines[["top", "right"]].set_visible(False)
+        time_panel.set(title=f"time per training step, {size}", xlabel="times RoPE")
+        memory_panel.set(title=f"peak memory, {size}", xlabel="times RoPE")
     figure.savefig(path, dpi=160)
 
 

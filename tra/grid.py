@@ -91,10 +91,11 @@ def run_all(cells: Sequence[Cell], jobs: int, console: Console) -> None:
     if not waiting:
         return
     # Forked from a process that has only imported things: started at once, and safe with threads.
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if "forkserver" in methods:
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tra.grid"])
+    else:
+        context = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // jobs)
     unfinished, total = list(waiting), sum(cell.recipe.steps for cell in waiting)
     earlier = sum(cell.steps_done() for cell in waiting)

@@ -128,11 +128,8 @@ def _grouped(rows: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, 
 
 
 def _task_and_set(row: Result) -> str:
-    return (
-        row["column"]
-        if row["set"] == "all" or row["column"].startswith(row["set"])
-        else f"{row['column']} {row['set']}"
-    )
+    column, name = row["column"], row["set"]
+    return column if name == "all" or column.startswith(name) else f"{column} {name}"
 
 
 def _set_and_length(row: Result) -> str:

@@ -104,7 +104,6 @@ def test_wrong_argument_is_named(task: type[CopyUnique]) -> None:
         next(task().evaluation_batches("coppy", 6, 1, 1))
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="copy_repeat draws symbols before it checks the length")
 def test_negative_length_is_named() -> None:
     with pytest.raises(ValueError, match="length must be at least 1 symbols for copy_repeat, got -1"):
         draw(CopyRepeat(), -1)

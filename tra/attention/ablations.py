@@ -30,7 +30,10 @@ class DistanceOnlyAttention(ThresholdRelativeAttention):
 
 
 class OrdinaryDistanceAttention(ThresholdRelativeAttention):
-    """The threshold with the ordinary distance: it counts all tokens, kept or not."""
+    """The threshold with the ordinary distance: it counts all tokens, kept or not.
+
+    Dense, so ``tolerance`` and ``impl`` mean nothing to it.
+    """
 
     def attend(
         self,
@@ -48,7 +51,7 @@ class OrdinaryDistanceAttention(ThresholdRelativeAttention):
         scores = dense_scores(query, key)
         visible = visible_keys(queries, keys, key_mask, segment_ids, query.device)
         count = distances(queries, keys, query.device) + 1
-        logits = scores + self.log_gate(x)[..., None] * count
+        logits = scores + self.log_gate(x).to(scores.dtype)[..., None] * count
         return dense_mix(dense_softmax(logits, visible & (scores > self.threshold)), value, self.active_dropout)
 
 

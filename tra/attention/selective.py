@@ -40,6 +40,8 @@ class SelectiveAttention(RotaryAttention):
         scores = dense_scores(query, key)
 
         can_mask = visible & (distances(queries, keys, query.device) != 0) & (visible.cumsum(dim=-1) != 1)
+        if key_mask is not None:
+            can_mask = can_mask & key_mask[:, None, keys - queries :, None]  # padding masks nothing
         masks = scores[:, :1].relu().masked_fill(~can_mask, 0.0)
         until_query = masked[:, :, None] + masks.cumsum(dim=-2) - masks
         if cache is not None:

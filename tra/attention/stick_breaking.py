@@ -12,7 +12,8 @@ from tra.ops.visibility import visible_keys
 class StickBreakingAttention(Attention):
     """Going back from the query, each key takes a share sigmoid(s) of what the keys nearer to it have left.
 
-    A query does not see its own token, and what no key takes is lost: weights need not sum to 1.
+    A query does not see its own token, and what no key takes is lost, as in the paper's equation: weights need not
+    sum to 1.
     """
 
     def attend(

@@ -21,10 +21,7 @@ LEARNING_RATES: dict[str, float] = {}
 
 def paper() -> dict[str, Recipe]:
     """Mini models; strings of up to 50 symbols, 4M of them in one pass. Learning rates and alphabets are ours."""
-    longer = {
-        task: (50, 100, 200, 300, 400, 500) if task == "instructed" else (50, 100, 150, 200, 250, 300)
-        for task in STRINGS
-    }
+    longer = dict.fromkeys(STRINGS, (50, 100, 150, 200, 250, 300)) | {"instructed": (50, 100, 200, 300, 400, 500)}
     return {"flip_flop": flip_flop()} | {
         task: Recipe(
             name=task,

@@ -77,7 +77,8 @@ class Task(ABC):
 
     def text(self, tokens: Tensor) -> str:
         """One sequence ``[L]`` written out."""
-        return self.separator.join(self.symbols[token] for token in tokens.tolist())
+        symbols = self.symbols
+        return self.separator.join(symbols[token] for token in tokens.tolist())
 
 
 def seeded(*key: object) -> torch.Generator:

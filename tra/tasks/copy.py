@@ -27,7 +27,8 @@ class CopyUnique(StringTask):
         return {"copy": replace(self, mixed=False)}
 
     def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
-        x, lengths = self.draw(rng, batch, length), self.draw_lengths(rng, batch, length)
+        lengths = self.draw_lengths(rng, batch, length)
+        x = self.draw(rng, batch, length)
         present = torch.arange(length) < lengths[:, None]
         return join(
             every(BOS, batch),

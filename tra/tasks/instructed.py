@@ -95,5 +95,5 @@ def only_last(chosen: Tensor) -> Tensor:
 def shifted(chosen: Tensor, by: int) -> Tensor:
     """Every entry moved right by 1 or left by 1, False where none arrives."""
     moved = chosen.roll(by, dims=1)
-    moved[:, 0 if by > 0 else -1] = False
+    moved[:, slice(0, 1) if by > 0 else slice(-1, None)] = False
     return moved
