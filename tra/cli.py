@@ -260,9 +260,10 @@ def _evaluate(arguments: list[str]) -> int:
 
 def _reproduce(arguments: list[str]) -> int:
     options = tyro.cli(Reproduce, args=arguments, prog="tra reproduce")
+    from tra.cost import measure_cost
     from tra.reproduce import REPRODUCTIONS, reproduce
 
-    lookup(REPRODUCTIONS, options.name, "name")
+    lookup({**REPRODUCTIONS, "cost": None}, options.name, "name")
     for name in ("seeds", "jobs"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
@@ -272,19 +273,24 @@ def _reproduce(arguments: list[str]) -> int:
     folder = options.output or Path("runs") / f"{options.name}-{options.scale}"
     command = "tra reproduce " + " ".join(arguments)
     console = Console(quiet=True) if options.json else _console()
+    attention = [name for name in options.attention.split(",") if name]
     try:
-        cells = reproduce(
-            options.name,
-            folder,
-            scale=options.scale,
-            seeds=options.seeds,
-            attention=[name for name in options.attention.split(",") if name],
-            jobs=options.jobs,
-            shard=(int(index), int(count)),
-            train=options.train,
-            console=console,
-            command=command,
-        )
+        if options.name == "cost":
+            measure_cost(folder, scale=options.scale, attention=attention, console=console, command=command)
+            cells = []
+        else:
+            cells = reproduce(
+                options.name,
+                folder,
+                scale=options.scale,
+                seeds=options.seeds,
+                attention=attention,
+                jobs=options.jobs,
+                shard=(int(index), int(count)),
+                train=options.train,
+                console=console,
+                command=command,
+            )
     except Interrupted as stop:
         raise Interrupted(f"{stop} by: {command}") from None
     if options.json:

@@ -138,6 +138,5 @@ def _device() -> str:
 
 def _line(row: dict[str, Any]) -> str:
     memory = "" if row["memory_ratio"] is None else f"   {row['megabytes']:.0f} MB ({row['memory_ratio']:.2f}x)"
-    return (
-        f"{row['size']:<8}{row['attention']:<24}{row['milliseconds']:>9.1f} ms   {row['time_ratio']:.2f}x RoPE{memory}"
-    )
+    time = f"{row['milliseconds']:>9.1f} ms   {row['time_ratio']:.2f}x RoPE"
+    return f"{row['size']:<8}{row['attention']:<24}{time}{memory}"
