@@ -72,7 +72,7 @@ def measure_cost(
                     "time_ratio": mine / other,
                     "megabytes": memory,
                     "rope_megabytes": baseline_memory,
-                    "memory_ratio": memory / baseline_memory if memory and baseline_memory else None,
+                    "memory_ratio": memory / baseline_memory if memory is not None and baseline_memory else None,
                 }
             )
             console.print(_line(rows[-1]), highlight=False)
@@ -92,7 +92,7 @@ def cost_table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: a row per size and mechanism."""
     lines = ["| model | attention | ms per step | time / RoPE | peak MB | memory / RoPE |", "|---|---|" + "---:|" * 4]
     for row in rows:
-        memory = "| |" if row["memory_ratio"] is None else f"| {row['megabytes']:.0f} | {row['memory_ratio']:.2f}x |"
+        memory = "| | |" if row["memory_ratio"] is None else f"| {row['megabytes']:.0f} | {row['memory_ratio']:.2f}x |"
         lines.append(
             f"| {row['size']} | {row['attention']} | {row['milliseconds']:.1f} | {row['time_ratio']:.2f}x {memory}"
         )
