@@ -43,10 +43,12 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("demo", "train", "evaluate", "bench", "list"))
+    assert all(f"\n  {name} " in shown for name in ("demo", "train", "evaluate", "reproduce", "bench", "list"))
 
 
-@pytest.mark.parametrize("command", ["demo", "train flip-flop-small", "train", "evaluate", "bench", "list"])
+@pytest.mark.parametrize(
+    "command", ["demo", "train flip-flop-small", "train", "evaluate", "reproduce", "bench", "list"]
+)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert main([*command.split(), "--help"]) == 0
@@ -58,21 +60,21 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["trian"], "command must be one of bench, demo, evaluate, list, train, got 'trian'; did you mean 'train'?"),
-        (["train", "flipflop"], "recipe must be one of flip-flop, flip-flop-small, got 'flipflop'; did you mean"),
+        (["trian"], "command must be one of bench, demo, evaluate, list, reproduce, train, got 'trian'; did you mean"),
+        (["train", "flipflop"], "got 'flipflop'; did you mean 'flip-flop'?"),
         (["train", "flip-flop-small", "--steps", "0"], "steps must be at least 1, got 0"),
         (["train", "flip-flop-small", "--length", "63"], "length must be an even number of tokens, at least 4, got 63"),
-        (["train", "flip-flop-small", "--task", "flipflop"], "task must be one of flip_flop, got 'flipflop'"),
+        (["train", "flip-flop-small", "--task", "flipflop"], "got 'flipflop'; did you mean 'flip_flop'?"),
         (["train", "flip-flop-small", "--data", "/nowhere"], "data must be a folder with train-*.parquet files"),
         (["train", "flip-flop-small", "--model.attention", "rop"], "did you mean 'rope'?"),
         (["train", "flip-flop-small", "--stepps", "3"], "--steps"),
-        (["train"], "recipe or --resume RUN must be given; recipes: flip-flop, flip-flop-small"),
+        (["train"], "recipe or --resume RUN must be given; recipes: flip-flop, flip-flop-small, copy-unique"),
         (["train", "--resume=nowhere"], "run must be a folder that holds recipe.json, got nowhere"),
         (["demo", "--attention"], "attention must name at least one mechanism"),
         (["bench", "--seconds", "0"], "seconds must be positive, got 0.0"),
         (["train", "--resume", "nowhere"], "run must be a folder that holds recipe.json, got nowhere"),
         (["evaluate", "nowhere"], "run must be a folder that holds recipe.json, got nowhere"),
-        (["demo", "--attention", "tro"], "attention must be one of rope, tra, got 'tro'"),
+        (["demo", "--attention", "tro"], "attention must be one of alibi, cope, "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -32,7 +32,7 @@ def test_exact_zero_is_white_and_the_smallest_weight_is_not() -> None:
 def test_heatmap_of_one_dark_cell_is_drawn_where_it_belongs(tmp_path: Path) -> None:
     weights = torch.zeros(1, 4, 4)
     weights[0, 3, 0] = 1.0
-    attention_heatmap([weights], list("wr01"), tmp_path / "heatmap.png")
+    attention_heatmap({"TRA": [weights]}, list("wr01"), tmp_path / "heatmap.png")
     image = matplotlib.image.imread(tmp_path / "heatmap.png")[..., :3]
     coloured = (image.max(axis=2) - image.min(axis=2)) > 0.3
     panel = coloured[:, : image.shape[1] // 2]

@@ -331,7 +331,7 @@ def _list(arguments: list[str]) -> int:
     kernel = f"native kernel, {cpu.variant}" if cpu.variant else "not built: a C++ compiler is needed"
     content = {
         "implementations": {"cpu": kernel, "reference": "plain PyTorch, any device and floating dtype"},
-        "recipes": {name: first_line(recipe) for name, recipe in RECIPES.items()},
+        "recipes": {name: _outline(recipe()) for name, recipe in RECIPES.items()},
         "attention": {name: first_line(mechanism) for name, mechanism in MECHANISMS.items()},
         "tasks": {name: first_line(sys.modules[type(task).__module__]) for name, task in TASKS.items()},
         "sizes": {
@@ -347,6 +347,14 @@ def _list(arguments: list[str]) -> int:
             table.add_row(name, text)
         Console().print(table)
     return 0
+
+
+def _outline(recipe: Recipe) -> str:
+    model, unit = recipe.model, recipe.build_task().unit
+    return (
+        f"{recipe.task}, up to {recipe.length} {unit}; {model.layers} layers, width {model.width}; "
+        f"{recipe.steps:,} steps of {recipe.batch}"
+    )
 
 
 def _is_first_process() -> bool:

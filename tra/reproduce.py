@@ -17,7 +17,7 @@ from tra.files import write_whole
 from tra.grid import Cell, run_all
 from tra.lookup import lookup
 from tra.recipes import Recipe, figure1, table1, tuning
-from tra.report import comparison_csv, comparison_tables, environment, records, write_json
+from tra.report import comparison_csv, comparison_tables, environment, records, spread, write_json
 from tra.runs import load_model
 from tra.tasks.base import seeded
 
@@ -117,6 +117,34 @@ def draw_table(cells: Sequence[Cell], folder: Path) -> None:
         accuracy_by_length(lines, recipe.length, folder / f"accuracy-{column}.png", unit, column)
 
 
+def draw_tuning(cells: Sequence[Cell], folder: Path) -> None:
+    """`table.md`: each mechanism's loss at the training length for each learning rate, the lowest marked."""
+    trained = {cell.column: cell.recipe.length for cell in cells}
+    losses = tuning_losses(all_records(cells), trained)
+    best = best_rates(losses)
+    rates = list(dict.fromkeys(rate for by_rate in losses.values() for rate in by_rate))
+    lines = [f"| attention | {' | '.join(rates)} |", "|---|" + "---:|" * len(rates)]
+    for attention, by_rate in losses.items():
+        shown = (f"{by_rate[rate]:.4f}" if rate in by_rate else "" for rate in rates)
+        marked = (f"**{text}**" if rate == best[attention] else text for rate, text in zip(rates, shown, strict=True))
+        lines.append(f"| {attention} | {' | '.join(marked)} |")
+    write_whole(folder / "table.md", "\n".join(lines) + "\n")
+
+
+def tuning_losses(rows: Sequence[dict[str, Any]], trained: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Mean loss over seeds at the training length, by mechanism and learning rate."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row["length"] == trained[row["column"]]:
+            found.setdefault(row["attention"], {}).setdefault(row["column"], []).append(row["loss"])
+    return {name: {rate: spread(values)[0] for rate, values in rates.items()} for name, rates in found.items()}
+
+
+def best_rates(losses: dict[str, dict[str, float]]) -> dict[str, str]:
+    """The learning rate with the lowest loss: chosen within the training length, never by what lies past it."""
+    return {attention: min(by_rate, key=by_rate.__getitem__) for attention, by_rate in losses.items()}
+
+
 @torch.inference_mode()
 def draw_attention(cells: Sequence[Cell], folder: Path) -> None:
     """`attention.png`: every mechanism's weights on one sequence, from the first seed."""
@@ -136,6 +164,6 @@ SCALES = {"paper": "paper", "small": "small", "smoke": "smoke"}
 
 REPRODUCTIONS: dict[str, Reproduction] = {
     "table1": Reproduction(table1, tuple(MECHANISMS), draw_table),
-    "tuning": Reproduction(tuning, tuple(MECHANISMS), draw_table),
+    "tuning": Reproduction(tuning, tuple(MECHANISMS), draw_tuning),
     "figure1": Reproduction(figure1, ("tra", "fot"), draw_attention),
 }

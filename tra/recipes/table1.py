@@ -48,8 +48,7 @@ def small() -> dict[str, Recipe]:
             flips,
             name="flip_flop",
             model=replace(flips.model, width=64),
-            steps=500,
-            learning_rate=3e-3,
+            learning_rate=2e-3,
             evaluations=_evaluations(("iid", "sparse", "dense"), (64, 256, 1024), examples=128),
         )
     } | {
@@ -65,7 +64,7 @@ def small() -> dict[str, Recipe]:
             beta2=0.95,
             checkpoint_every=500,
             keep_checkpoints=1,
-            evaluations=_evaluations(sets, (8, 16, 32), examples=256),
+            evaluations=_evaluations(sets, (8, 16, 32), examples=256 if len(sets) == 1 else 128),
         )
         for task, sets in STRINGS.items()
     }
