@@ -64,7 +64,10 @@ def test_cost_table_shows_ratios_and_leaves_unknown_memory_blank() -> None:
 
 
 def test_paper_scale_has_the_papers_sizes_window_and_batch() -> None:
-    assert [(step.size, step.batch, step.length) for step in SCALES["paper"]] == [("mini", 64, 256), ("medium", 64, 256)]
+    assert [(step.size, step.batch, step.length) for step in SCALES["paper"]] == [
+        ("mini", 64, 256),
+        ("medium", 64, 256),
+    ]
     mini, medium = (step.model for step in SCALES["paper"])
     assert (mini.layers, mini.heads, mini.width) == (4, 4, 256)
     assert (medium.layers, medium.heads, medium.width) == (8, 8, 512)

@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -89,9 +88,9 @@ def test_every_mechanism_is_trained_and_measured(tmp_path: Path, attention: str)
         (entry.name, entry.length) for entry in one.recipe.evaluations
     ]
     for result in results:
-        assert 0.0 <= result["exact_match"] <= result["token_accuracy"] <= 1.0
-        assert math.isfinite(result["loss"])
-        assert 0.0 < result["loss"] < 20.0
+        assert 0.0 <= result["exact_match"] <= 1.0
+        assert 0.0 <= result["token_accuracy"] <= 1.0
+        assert 0.0 < result["loss"] < 20.0  # of 50 symbols by chance it is 3.9
 
 
 def test_every_column_is_trained_and_measured(tmp_path: Path) -> None:
@@ -140,19 +139,6 @@ def test_a_damaged_results_file_is_a_run_that_is_not_finished(tmp_path: Path, da
     assert one.results() is None
 
 
-def test_an_unfinished_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    whole, halves = cell(tmp_path / "whole"), cell(tmp_path / "halves")
-    whole.run()
-    replace(halves, recipe=replace(SMOKE, steps=2, warmup=0.0)).run()
-    assert halves.results() is None
-    shorter = (halves.folder / "checkpoints" / "step-00000002" / "model.safetensors").read_bytes()
-    (halves.folder / "recipe.json").write_text(halves.recipe.to_json())
-    halves.run()
-    assert halves.results() is not None
-    assert (halves.folder / "checkpoints" / "step-00000002" / "model.safetensors").read_bytes() == shorter
-    assert halves.steps_done() == whole.steps_done() == 4
-
-
 @pytest.mark.usefixtures("_cells_of_this_file_can_be_sent")
 def test_failures_are_written_down_stop_nobody_and_are_tried_again(tmp_path: Path) -> None:
     stranger = cell(tmp_path, 1)
@@ -172,9 +158,9 @@ def test_failures_are_written_down_stop_nobody_and_are_tried_again(tmp_path: Pat
     assert [one.results() is not None for one in cells] == [True, False, False, True]
     shown = text_of(console)
     for one, reason in zip(cells, reasons, strict=True):
-        wanted = f"{one.label}: failed: {reason}" if reason else rf"{one.label}: iid@8 \d\.\d\d  iid@16 \d\.\d\d \(\d+ s\)"
-        assert len(re.findall(f"^{wanted}$", shown, re.MULTILINE)) == 1, shown
-    assert one.label == "flip_flop tra seed 3"
+        outcome = rf"failed: {re.escape(reason)}" if reason else r"iid@8 \d\.\d\d  iid@16 \d\.\d\d \(\d+ s\)"
+        assert len(re.findall(f"^{one.label}: {outcome}$", shown, re.MULTILINE)) == 1, shown
+    assert cells[3].label == "flip_flop tra seed 3"
 
     (tmp_path / "healed").touch()
     (stranger.folder / "recipe.json").write_text(stranger.recipe.to_json())

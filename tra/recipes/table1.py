@@ -15,8 +15,23 @@ STRINGS = {
 }
 """The evaluation sets of each task on strings."""
 
-LEARNING_RATES: dict[str, float] = {}
-"""At the small scale: for each mechanism the best of the grid that `tra reproduce tuning` measures; else 2e-3."""
+LEARNING_RATES = {
+    "tra": 2e-3,
+    "rope": 1e-3,
+    "nope": 1e-3,
+    "sinusoidal": 1e-3,
+    "alibi": 1e-3,
+    "t5": 2e-3,
+    "fot": 1e-3,
+    "cope": 1e-3,
+    "stick-breaking": 2e-3,
+    "differential": 4e-3,
+    "selective": 1e-3,
+    "tra-threshold-only": 1e-3,
+    "tra-distance-only": 1e-3,
+    "tra-ordinary-distance": 1e-3,
+}
+"""At the small scale: for each mechanism the best of the grid that `tra reproduce tuning` measures."""
 
 
 def paper() -> dict[str, Recipe]:
@@ -48,6 +63,7 @@ def small() -> dict[str, Recipe]:
             flips,
             name="flip_flop",
             model=replace(flips.model, width=64),
+            steps=500,
             learning_rate=2e-3,
             evaluations=_evaluations(("iid", "sparse", "dense"), (64, 256, 1024), examples=128),
         )
