@@ -1,5 +1,6 @@
 """Examples in README and docs run as they stand, and the commands they name exist."""
 
+import json
 import re
 import subprocess
 import sys
@@ -52,3 +53,13 @@ def test_readme_shows_the_two_commands() -> None:
     assert {"make demo", "make test"} <= {
         line.split("#")[0].strip() for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines()
     }
+
+
+def test_learning_rates_of_the_small_table_are_those_that_were_measured_best() -> None:
+    from tra.recipes import table1
+    from tra.reproduce import best_rates, tuning_losses
+
+    stored = json.loads((ROOT / "docs" / "results" / "tuning" / "results.json").read_text())
+    trained = {rate: recipe["length"] for rate, recipe in stored["recipes"].items()}
+    best = best_rates(tuning_losses(stored["results"], trained))
+    assert {name: float(rate) for name, rate in best.items()} == table1.LEARNING_RATES

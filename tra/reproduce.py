@@ -1,5 +1,6 @@
 """`tra reproduce`: the runs behind a table or figure, and the table or figure from what they stored."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from tra.runs import load_model
 from tra.tasks.base import seeded
 
 HEATMAP_TOKENS = 32
+MEASUREMENT = ("command", "trained_here", "seconds", "environment")
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,19 @@ def reproduce(
         "learning_rates": {cell.recipe.model.attention: cell.recipe.learning_rate for cell in cells},
         "results": all_records(finished),
     }
+    if content["trained_here"] == 0:
+        # Made again from what is stored: where and how it was measured stays as it was.
+        content |= {key: value for key, value in _stored(folder).items() if key in MEASUREMENT}
     reproduction.draw(finished, folder)
     write_json(folder / "results.json", content)
     return cells
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "results.json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def cells_of(reproduction: Reproduction, folder: Path, scale: str, seeds: int, attention: Sequence[str]) -> list[Cell]:
