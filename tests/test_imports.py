@@ -21,7 +21,7 @@ def test_import_loads_no_optional_dependency() -> None:
 def test_modules_import_only_from_those_before_them() -> None:
     """ops, attention, model and tasks, recipes, then what works on runs, then the commands."""
     order = [
-        {"version", "lookup", "errors", "files", "progress"},
+        {"version", "lookup", "errors", "files", "memory", "progress"},
         {"ops"},
         {"attention"},
         {"model", "tasks"},

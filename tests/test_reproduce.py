@@ -27,7 +27,7 @@ from tra.cli import main
 from tra.errors import Interrupted
 from tra.grid import Cell
 from tra.recipes import Evaluation, Recipe, figure1, table1, tuning
-from tra.reproduce import REPRODUCTIONS, cells_of
+from tra.reproduce import REPRODUCTIONS, best_rates, cells_of, tuning_losses
 
 PNG = b"\x89PNG"
 
@@ -138,15 +138,17 @@ def test_grid_is_run_once_reported_with_its_failures_and_rebuilt_without_trainin
     assert len(lines) == 16
     assert {line["seeds"] for line in lines} == {"2"}
 
-    # Again: nothing to do.
+    # Again: nothing to do, and how it was measured stays.
     before = files_below(folder / "runs")
+    first = {name: (folder / name).read_bytes() for name in made}
     assert main(command) == 0
     assert "8 of 8 runs are finished already" in capsys.readouterr().out
-    assert content_of(folder)["trained_here"] == 0
     assert files_below(folder / "runs") == before
+    assert {name: (folder / name).read_bytes() for name in made if "png" not in name} == {
+        name: content for name, content in first.items() if "png" not in name
+    }
 
     # All of it from what is stored, though a third seed is asked for that was never run.
-    first = {name: (folder / name).read_bytes() for name in made}
     for name in made:
         (folder / name).unlink()
     assert main([*command, "--seeds", "3", "--no-train"]) == 0
@@ -269,6 +271,7 @@ def test_interrupted_and_killed_grids_go_on_by_the_same_command_to_the_same_resu
 ) -> None:
     folder = tmp_path / "interrupted"
     command = smoke("table1", folder, "--seeds", "1", "--attention", "tra,rope", "--jobs", "2")
+    threads = torch.get_num_threads()
     runs = [folder / "runs" / "flip_flop" / attention / "0" for attention in ("tra", "rope")]
     message = (
         f"tra: stopped with 0 of 2 runs finished; the others go on from here by: {shlex.join(['tra', *command])}\n"
@@ -329,7 +332,7 @@ def wait_for_steps(runs: Sequence[Path], process: subprocess.Popen[str] | None =
 
 
 def wait_for_end(session: int) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 30
     while in_session(session):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -439,6 +442,40 @@ def test_tuning_has_a_column_for_each_learning_rate(tmp_path: Path) -> None:
         assert {replace(recipe, learning_rate=usual.learning_rate) for recipe in columns.values()} == {usual}
     assert len(tuning.paper()) == 4
     assert list(tuning.small()) == ["0.001", "0.002", "0.004"]
+
+
+def test_learning_rates_are_chosen_by_the_loss_at_the_training_length() -> None:
+    """The higher rate is better past it, and at it only for "a", by the mean over seeds."""
+    at = {
+        ("a", "0.001"): (1.0, 3.0),
+        ("a", "0.002"): (2.0, 1.5),
+        ("b", "0.001"): (1.0, 1.0),
+        ("b", "0.002"): (4.0, 0.5),
+    }
+    rows = [
+        {"attention": attention, "column": rate, "seed": seed, "length": length, "loss": loss if length == 8 else past}
+        for (attention, rate), losses in at.items()
+        for seed, loss in enumerate(losses)
+        for length, past in ((8, 0.0), (16, 0.1 if rate == "0.002" else 9.0))
+    ]
+    losses = tuning_losses(rows, {"0.001": 8, "0.002": 8})
+    assert losses == {"a": {"0.001": 2.0, "0.002": 1.75}, "b": {"0.001": 1.0, "0.002": 2.25}}
+    assert best_rates(losses) == {"a": "0.002", "b": "0.001"}
+
+
+@pytest.mark.usefixtures("run_here")
+def test_tuning_ends_in_a_table_with_the_lowest_loss_of_each_mechanism_bold(tmp_path: Path) -> None:
+    assert main(smoke("tuning", tmp_path, "--seeds", "1", "--attention", "tra,rope")) == 0
+    heading, _, *lines = (tmp_path / "table.md").read_text().splitlines()
+    assert heading == "| attention | 0.001 | 0.002 |"
+    rows = content_of(tmp_path)["results"]
+    assert len(lines) == 2
+    for line, attention in zip(lines, ("tra", "rope"), strict=True):
+        name, *shown = line.strip("| ").split(" | ")
+        found = {row["column"]: row["loss"] for row in rows if row["attention"] == attention and row["length"] == 8}
+        assert name == attention
+        assert [text.strip("*") for text in shown] == [f"{found[rate]:.4f}" for rate in ("0.001", "0.002")]
+        assert [text.startswith("**") for text in shown] == [loss == min(found.values()) for loss in found.values()]
 
 
 def test_a_whole_table_of_one_seed_comes_before_the_next_seed(tmp_path: Path) -> None:

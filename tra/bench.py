@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tra.errors import RunError
 from tra.figures import time_by_length
+from tra.memory import measurable
 from tra.model import Decoder, DecoderConfig, sized
 from tra.ops import threshold_relative_attention
 from tra.report import environment, write_json
@@ -273,11 +274,8 @@ def share_of_sgemm(seconds: float) -> float:
 MEMORY_PROGRAM = """
 import sys, torch
 from tra.bench import BOUND, language_like
+from tra.memory import added_megabytes
 from tra.ops import threshold_relative_attention
-
-def megabytes(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(field)) / 1024
 
 def run(tensors, tolerance):
     leaves = [x.requires_grad_() for x in tensors]
@@ -286,11 +284,7 @@ def run(tensors, tolerance):
 
 run(language_like(1, 8, 256, 256), None)
 tensors = language_like(1, 8, 32768, 32768)
-with open("/proc/self/clear_refs", "w") as control:
-    control.write("5")  # forget the peak so far
-before = megabytes("VmRSS")
-run(tensors, None if sys.argv[1] == "None" else 0.0)
-print(round(megabytes("VmHWM") - before))
+print(round(added_megabytes(lambda: run(tensors, None if sys.argv[1] == "None" else 0.0))))
 """
 
 
@@ -299,7 +293,7 @@ def peak_memory(every_key: bool) -> int | None:
 
     The output and the gradients alone are 4 x 67 MB. None where Linux's /proc is missing.
     """
-    if not Path("/proc/self/clear_refs").exists():
+    if not measurable():
         return None
     command = [sys.executable, "-c", MEMORY_PROGRAM, "0.0" if every_key else "None"]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -88,8 +89,8 @@ class Reproduce:
     """table1, figure1, cost, or tuning (the learning rates of table1)."""
     scale: str = "small"
     """smoke (seconds), small (two cores, hours) or paper (GPUs)."""
-    seeds: int = 3
-    """Runs of each kind, with seeds 0, 1, ..."""
+    seeds: int | None = None
+    """Runs of each kind, with seeds 0, 1, ...; 3 for table1, else 1, by default."""
     attention: str = ""
     """Mechanisms, separated by commas; all of the table or figure by default."""
     output: Path | None = None
@@ -260,24 +261,27 @@ def _evaluate(arguments: list[str]) -> int:
 
 def _reproduce(arguments: list[str]) -> int:
     options = tyro.cli(Reproduce, args=arguments, prog="tra reproduce")
-    from tra.cost import measure_cost
+    from tra.cost import draw_cost, measure_cost
     from tra.reproduce import REPRODUCTIONS, reproduce
 
     lookup({**REPRODUCTIONS, "cost": None}, options.name, "name")
-    for name in ("seeds", "jobs"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+    for name, number in (("seeds", options.seeds), ("jobs", options.jobs)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
     index, _, count = options.shard.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise ValueError(f"shard must be i/n with 1 <= i <= n, got {options.shard!r}")
     folder = options.output or Path("runs") / f"{options.name}-{options.scale}"
-    command = "tra reproduce " + " ".join(arguments)
+    command = shlex.join(["tra", "reproduce", *arguments])
     console = Console(quiet=True) if options.json else _console()
-    attention = [name for name in options.attention.split(",") if name]
+    attention = list(dict.fromkeys(name.strip() for name in options.attention.split(",") if name.strip()))
     try:
         if options.name == "cost":
-            measure_cost(folder, scale=options.scale, attention=attention, console=console, command=command)
             cells = []
+            if options.train:
+                measure_cost(folder, scale=options.scale, attention=attention, console=console, command=command)
+            else:
+                draw_cost(folder)
         else:
             cells = reproduce(
                 options.name,
@@ -293,16 +297,15 @@ def _reproduce(arguments: list[str]) -> int:
             )
     except Interrupted as stop:
         raise Interrupted(f"{stop} by: {command}") from None
-    if options.json:
-        print((folder / "results.json").read_text(), end="")
-        return 0
-    table = folder / "table.md"
-    if table.exists():
-        console.print(table.read_text(), markup=False, highlight=False)
     failed = [cell for cell in cells if cell.failure() is not None]
     for cell in failed:
         print(f"tra: {cell.label} failed: {cell.failure()}", file=sys.stderr)
-    print(folder)
+    if options.json:
+        print((folder / "results.json").read_text(), end="")
+    else:
+        if (folder / "table.md").exists():
+            console.print((folder / "table.md").read_text(), markup=False, highlight=False)
+        print(folder)
     return 1 if failed else 0
 
 

@@ -1,5 +1,6 @@
 """Figures from results and models. Nothing here trains or measures."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def accuracy_by_length(
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
     if title:
         figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=160)
+    _save(figure, path)
 
 
 def time_by_length(rows: Sequence[Result], path: Path) -> None:
@@ -84,7 +85,7 @@ def time_by_length(rows: Sequence[Result], path: Path) -> None:
         if lines:
             panel.legend(frameon=False)
     panels[0].set_ylabel("milliseconds per head")
-    figure.savefig(path, dpi=160)
+    _save(figure, path)
 
 
 def cost_by_attention(rows: Sequence[Result], path: Path) -> None:
@@ -102,7 +103,7 @@ def cost_by_attention(rows: Sequence[Result], path: Path) -> None:
             panel.spines[["top", "right"]].set_visible(False)
         time_panel.set(title=f"time per training step, {size}", xlabel="times RoPE")
         memory_panel.set(title=f"peak memory, {size}", xlabel="times RoPE")
-    figure.savefig(path, dpi=160)
+    _save(figure, path)
 
 
 def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[str], path: Path) -> None:
@@ -132,7 +133,7 @@ def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[s
             panel.set_yticks(range(len(tokens)), tokens, fontsize=4)
             panel.tick_params(length=0, pad=1)
     figure.colorbar(image, ax=panels, shrink=0.6, label="attention weight (white: exactly 0)")
-    figure.savefig(path, dpi=160)
+    _save(figure, path)
 
 
 def heatmap_values(matrix: Tensor) -> Tensor:
@@ -142,3 +143,9 @@ def heatmap_values(matrix: Tensor) -> Tensor:
 
 def heatmap_colours() -> matplotlib.colors.Colormap:
     return matplotlib.colormaps["viridis"].with_extremes(bad=NULL_COLOUR)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    aside = path.with_name(f".{os.getpid()}.{path.name}")
+    figure.savefig(aside, dpi=160)
+    os.replace(aside, path)

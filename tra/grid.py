@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,15 +43,23 @@ class Cell:
         """What was measured, or None if the run of this recipe is not finished."""
         try:
             stored = json.loads((self.folder / "results.json").read_text())
-            same = load_recipe(self.folder) == self.recipe
-        except (OSError, ValueError):
+            same = (stored["step"], stored["task_version"]) == (self.recipe.steps, self.recipe.build_task().version)
+            return stored["results"] if same and load_recipe(self.folder) == self.recipe else None
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        current = stored["task_version"] == self.recipe.build_task().version
-        return stored["results"] if same and current and stored["step"] == self.recipe.steps else None
 
     def failure(self) -> str | None:
         """Why the last attempt failed, if it did."""
-        return None if self.results() is not None or not self._failure.exists() else self._failure.read_text().strip()
+        reason = self.folder / "failure.txt"
+        return reason.read_text().strip() if reason.exists() else None
+
+    def record_failure(self, reason: str | None) -> None:
+        """Write down why the run failed, or that it did not."""
+        if reason is None:
+            (self.folder / "failure.txt").unlink(missing_ok=True)
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / "failure.txt", reason + "\n")
 
     def steps_done(self) -> int:
         """Steps that have been logged so far."""
@@ -62,22 +69,17 @@ class Cell:
         except (OSError, ValueError):
             return 0
 
-    @cached_property
-    def _failure(self) -> Path:
-        return self.folder / "failure.txt"
-
     def run(self) -> None:
         """Train from where the run stands, measure, store; a failure is written down instead of raised."""
         quiet = Console(quiet=True)
-        self._failure.unlink(missing_ok=True)
+        self.record_failure(None)
         try:
             model = train(self.recipe, self.folder, console=quiet)
             measured = evaluate_all(model, self.recipe, self.recipe.evaluations, quiet)
             store_results(self.folder, self.recipe, self.recipe.steps, measured)
         except Exception as error:
-            self.folder.mkdir(parents=True, exist_ok=True)
             known = isinstance(error, (RunError, ValueError, OSError))
-            write_whole(self._failure, (str(error) if known else f"{type(error).__name__}: {error}") + "\n")
+            self.record_failure(str(error) if known else f"{type(error).__name__}: {error}")
 
 
 def run_all(cells: Sequence[Cell], jobs: int, console: Console) -> None:
@@ -97,43 +99,59 @@ def run_all(cells: Sequence[Cell], jobs: int, console: Console) -> None:
     else:
         context = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // jobs)
-    unfinished, total = list(waiting), sum(cell.recipe.steps for cell in waiting)
-    earlier = sum(cell.steps_done() for cell in waiting)
+    total = sum(cell.recipe.steps for cell in waiting)
+    steps = {cell.folder: cell.steps_done() for cell in waiting}
     running: dict[int, tuple[BaseProcess, Cell, float]] = {}
+    started: list[BaseProcess] = []
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's wish is like Ctrl-C
     try:
-        with progress(console, f"{len(waiting)} runs", total, "step", earlier) as update:
+        with progress(console, f"{len(waiting)} runs", total, "step", sum(steps.values())) as update:
             while waiting or running:
                 for slot in range(jobs):
                     if waiting and slot not in running:
                         cell = waiting.pop(0)
+                        cell.record_failure(None)
                         process = context.Process(target=_work, args=(cell, threads, slot))
+                        started.append(process)
                         process.start()
                         running[slot] = process, cell, time.monotonic()
                 wait([process.sentinel for process, _, _ in running.values()], timeout=SECONDS_BETWEEN_LOOKS)
-                for slot, (process, cell, started) in list(running.items()):
+                for slot, (process, cell, since) in list(running.items()):
+                    steps[cell.folder] = cell.steps_done()
                     if process.exitcode is not None:
                         del running[slot]
-                        _report(cell, process.exitcode, time.monotonic() - started, console)
-                update(sum(cell.steps_done() for cell in unfinished), running=len(running), waiting=len(waiting))
+                        steps[cell.folder] = cell.recipe.steps  # done, or given up
+                        _report(cell, process.exitcode, time.monotonic() - since, console)
+                update(sum(steps.values()), running=len(running), waiting=len(waiting))
     except KeyboardInterrupt:
-        for process, _, _ in running.values():
-            process.terminate()
-        for process, _, _ in running.values():
-            process.join()
+        _stop(started)
         done = sum(cell.results() is not None for cell in cells)
         raise Interrupted(f"stopped with {done} of {len(cells)} runs finished; the others go on from here") from None
     finally:
+        _stop(started)
         signal.signal(signal.SIGTERM, before)
 
 
+def _stop(processes: Sequence[BaseProcess]) -> None:
+    """Ask those still running to save and stop, and wait for them."""
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    for process in alive:
+        process.join()
+
+
 def _report(cell: Cell, code: int | None, seconds: float, console: Console) -> None:
-    results = cell.results()
-    if results is None and cell.failure() is None:
-        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        write_whole(cell._failure, f"the process ended with {how}\n")
+    results, reason = cell.results(), cell.failure()
     if results is None:
-        console.print(f"{cell.label}: failed: {cell.failure()}", style="red", markup=False, highlight=False)
+        if reason is None:
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            reason = f"the process ended with {how}"
+            try:
+                cell.record_failure(reason)
+            except OSError as error:
+                reason += f" ({error})"
+        console.print(f"{cell.label}: failed: {reason}", style="red", markup=False, highlight=False)
         return
     shown = "  ".join(f"{result['set']}@{result['length']} {result['exact_match']:.2f}" for result in results)
     console.print(f"{cell.label}: {shown} ({seconds:.0f} s)", markup=False, highlight=False)
@@ -142,8 +160,10 @@ def _report(cell: Cell, code: int | None, seconds: float, console: Console) -> N
 def _work(cell: Cell, threads: int, slot: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    if torch.cuda.device_count() > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(slot % torch.cuda.device_count())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    if len(devices) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
     try:
         cell.run()
     except KeyboardInterrupt:

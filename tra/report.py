@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import os
 import platform
 import statistics
@@ -52,13 +51,8 @@ def exact_match_table(results: Mapping[str, Sequence[Result]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def records(column: str, attention: str, seed: int, results: Sequence[Result]) -> list[dict[str, Any]]:
-    """A run's results as rows that say where they belong."""
-    return [{"column": column, "attention": attention, "seed": seed, **result} for result in results]
-
-
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (0 for a single value)."""
+    """Mean and sample standard deviation (0 where there is one value only)."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
@@ -90,26 +84,26 @@ def comparison_csv(rows: Sequence[Result]) -> str:
         rows, lambda row: (row["column"], row["set"], row["length"], row["attention"])
     ).items():
         mean, deviation = spread(values)
-        writer.writerow([column, name, length, attention, len(values), f"{mean:.6f}", f"{deviation:.6f}"])
+        shown = f"{deviation:.6f}" if len(values) > 1 else ""
+        writer.writerow([column, name, length, attention, len(values), f"{mean:.6f}", shown])
     return text.getvalue()
 
 
 def _table(rows: Sequence[Result], heading: Callable[[Result], str]) -> str:
     """A row per mechanism and a column per heading; the best mean of each column is bold."""
     headings = list(dict.fromkeys(heading(row) for row in rows))
-    cells: dict[tuple[str, str], tuple[float, float]] = {}
+    cells: dict[tuple[str, str], tuple[float, str]] = {}
     for key, parts in _grouped_rows(rows, lambda row: (row["attention"], heading(row))).items():
         # Lengths first, then seeds: the deviation is that between runs.
         by_seed = _grouped(parts, lambda row: row["seed"])
-        cells[key] = spread([statistics.fmean(values) for values in by_seed.values()])
+        mean, deviation = spread([statistics.fmean(values) for values in by_seed.values()])
+        cells[key] = mean, f"{mean:.2f}" + (f" ± {deviation:.2f}" if len(by_seed) > 1 else "")
     best = {name: max(mean for (_, column), (mean, _) in cells.items() if column == name) for name in headings}
-    seeds = len({row["seed"] for row in rows})
     lines = [f"| attention | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
     for attention in dict.fromkeys(row["attention"] for row in rows):
         shown = []
         for name in headings:
-            mean, deviation = cells.get((attention, name), (math.nan, 0.0))
-            text = "" if math.isnan(mean) else f"{mean:.2f}" + (f" ± {deviation:.2f}" if seeds > 1 else "")
+            mean, text = cells.get((attention, name), (0.0, ""))
             is_best = mean > 0 and round(mean, 4) == round(best[name], 4)
             shown.append(f"**{text}**" if is_best else text)
         lines.append(f"| {attention} | {' | '.join(shown)} |")

@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from filelock import FileLock
 from rich.console import Console
 
 from tra.attention import MECHANISMS
@@ -18,22 +19,27 @@ from tra.files import write_whole
 from tra.grid import Cell, run_all
 from tra.lookup import lookup
 from tra.recipes import Recipe, figure1, table1, tuning
-from tra.report import comparison_csv, comparison_tables, environment, records, spread, write_json
+from tra.report import Result, comparison_csv, comparison_tables, environment, spread, write_json
 from tra.runs import load_model
 from tra.tasks.base import seeded
 
 HEATMAP_TOKENS = 32
-MEASUREMENT = ("command", "trained_here", "seconds", "environment")
+SCALES = ("paper", "small", "smoke")
+
+Measured = Mapping[Cell, Sequence[Result]]
+"""The finished runs and their results."""
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A table or figure: where its recipes are, which mechanisms it compares, and how it is made from their runs."""
+    """A table or figure: where its recipes are, what it compares, and how it is made from the runs."""
 
     recipes: ModuleType
     """Has a function for each scale, which returns a recipe per column."""
     attention: tuple[str, ...]
-    draw: Callable[[Sequence[Cell], Path], None]
+    seeds: int
+    """As many as it needs, unless asked for others."""
+    draw: Callable[[Measured, Path], None]
 
 
 def reproduce(
@@ -41,7 +47,7 @@ def reproduce(
     folder: Path,
     *,
     scale: str,
-    seeds: int,
+    seeds: int | None,
     attention: Sequence[str],
     jobs: int,
     shard: tuple[int, int],
@@ -49,53 +55,67 @@ def reproduce(
     console: Console,
     command: str,
 ) -> list[Cell]:
-    """Run what is missing (of this shard), then write the table or figure from all that is stored in the folder."""
+    """Run what is missing of this shard, then write the table or figure from those of the runs that are finished."""
     started = time.monotonic()
     reproduction = REPRODUCTIONS[name]
-    cells = cells_of(reproduction, folder, scale, seeds, attention or reproduction.attention)
+    cells = cells_of(
+        reproduction, folder, scale, seeds or reproduction.seeds, tuple(attention) or reproduction.attention
+    )
+    mine = part_of(cells, *shard)
     folder.mkdir(parents=True, exist_ok=True)
-    index, count = shard
-    mine = cells[index - 1 :: count]
-    before = sum(cell.results() is not None for cell in mine)
+    missing = [cell for cell in mine if cell.results() is None]
     if train:
         run_all(mine, jobs, console)
-    finished = [cell for cell in cells if cell.results() is not None]
-    if not finished:
-        reasons = {cell.failure() for cell in cells} - {None}
-        raise RunError(f"no run in {folder} is finished" + (f": {reasons.pop()}" if reasons else ""))
-    content = {
-        "command": command,
-        "runs": len(cells),
-        "finished": len(finished),
-        "trained_here": sum(cell.results() is not None for cell in mine) - before,
-        "seconds": round(time.monotonic() - started, 1),
-        "environment": environment(),
-        "failures": {cell.label: cell.failure() for cell in cells if cell.failure() is not None},
-        "recipes": {cell.column: asdict(cell.recipe) for cell in reversed(cells)},
-        "learning_rates": {cell.recipe.model.attention: cell.recipe.learning_rate for cell in cells},
-        "results": all_records(finished),
-    }
-    if content["trained_here"] == 0:
-        # Made again from what is stored: where and how it was measured stays as it was.
-        content |= {key: value for key, value in _stored(folder).items() if key in MEASUREMENT}
-    reproduction.draw(finished, folder)
-    write_json(folder / "results.json", content)
+    with FileLock(folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
+        finished = {cell: results for cell in cells if (results := cell.results()) is not None}
+        failures = {cell.label: cell.failure() for cell in cells if cell not in finished and cell.failure() is not None}
+        if not finished:
+            reason = next(iter(failures.values()), "")
+            raise RunError(f"no run in {folder} is finished" + (f": {reason}" if reason else ""))
+        trained = sum(cell in finished for cell in missing)
+        session = {
+            "command": command,
+            "trained": trained,
+            "seconds": round(time.monotonic() - started, 1),
+            "environment": environment(),
+        }
+        content = {
+            "runs": len(cells),
+            "finished": len(finished),
+            "failures": failures,
+            "sessions": _sessions(folder) + ([session] if trained else []),
+            "recipes": {cell.column: asdict(cell.recipe) for cell in reversed(cells)},
+            "results": all_records(finished),
+        }
+        reproduction.draw(finished, folder)
+        write_json(folder / "results.json", content)
     return cells
 
 
-def _stored(folder: Path) -> dict[str, Any]:
+def _sessions(folder: Path) -> list[dict[str, Any]]:
+    """What was measured before, and where."""
     try:
-        return json.loads((folder / "results.json").read_text())
-    except (OSError, ValueError):
-        return {}
+        return json.loads((folder / "results.json").read_text())["sessions"]
+    except (OSError, ValueError, KeyError):
+        return []
+
+
+def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
+    """The index-th of count parts; neighbours in a row and in a column go to different ones."""
+    if count > len(cells):
+        raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {index}/{count}")
+    width = len({cell.recipe.model.attention for cell in cells})
+    return [cell for place, cell in enumerate(cells) if (place + place // width) % count == index - 1]
 
 
 def cells_of(reproduction: Reproduction, folder: Path, scale: str, seeds: int, attention: Sequence[str]) -> list[Cell]:
     """All runs, a whole table for one seed before the next seed, so that a part of them says something."""
-    columns: dict[str, Recipe] = getattr(reproduction.recipes, lookup(SCALES, scale, "scale"))()
+    if scale not in SCALES:
+        raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
+    columns: dict[str, Recipe] = getattr(reproduction.recipes, scale)()
     for entry in attention:
         lookup(MECHANISMS, entry, "attention")
-    tuned = table1.LEARNING_RATES if scale == "small" and reproduction.recipes is table1 else {}
+    tuned = table1.LEARNING_RATES if scale == "small" and reproduction.recipes is not tuning else {}
     cells = []
     for seed in range(seeds):
         for column, recipe in columns.items():
@@ -106,18 +126,25 @@ def cells_of(reproduction: Reproduction, folder: Path, scale: str, seeds: int, a
     return cells
 
 
-def all_records(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def all_records(measured: Measured) -> list[dict[str, Any]]:
+    """A row for everything measured, which says where it belongs."""
     return [
-        row
-        for cell in cells
-        for row in records(cell.column, cell.recipe.model.attention, cell.recipe.seed, cell.results() or [])
+        {
+            "column": cell.column,
+            "attention": cell.recipe.model.attention,
+            "seed": cell.recipe.seed,
+            "learning_rate": cell.recipe.learning_rate,
+            **result,
+        }
+        for cell, results in measured.items()
+        for result in results
     ]
 
 
-def draw_table(cells: Sequence[Cell], folder: Path) -> None:
+def draw_table(measured: Measured, folder: Path) -> None:
     """`table.md`, `table.csv` and a figure of accuracy against length for each column."""
-    rows = all_records(cells)
-    recipes = {cell.column: cell.recipe for cell in cells}
+    rows = all_records(measured)
+    recipes = {cell.column: cell.recipe for cell in measured}
     write_whole(folder / "table.md", comparison_tables(rows, {name: recipe.length for name, recipe in recipes.items()}))
     write_whole(folder / "table.csv", comparison_csv(rows))
     for column, recipe in recipes.items():
@@ -129,10 +156,9 @@ def draw_table(cells: Sequence[Cell], folder: Path) -> None:
         accuracy_by_length(lines, recipe.length, folder / f"accuracy-{column}.png", unit, column)
 
 
-def draw_tuning(cells: Sequence[Cell], folder: Path) -> None:
+def draw_tuning(measured: Measured, folder: Path) -> None:
     """`table.md`: each mechanism's loss at the training length for each learning rate, the lowest marked."""
-    trained = {cell.column: cell.recipe.length for cell in cells}
-    losses = tuning_losses(all_records(cells), trained)
+    losses = tuning_losses(all_records(measured), {cell.column: cell.recipe.length for cell in measured})
     best = best_rates(losses)
     rates = list(dict.fromkeys(rate for by_rate in losses.values() for rate in by_rate))
     lines = [f"| attention | {' | '.join(rates)} |", "|---|" + "---:|" * len(rates)]
@@ -158,11 +184,11 @@ def best_rates(losses: dict[str, dict[str, float]]) -> dict[str, str]:
 
 
 @torch.inference_mode()
-def draw_attention(cells: Sequence[Cell], folder: Path) -> None:
-    """`attention.png`: every mechanism's weights on one sequence, from the first seed."""
+def draw_attention(measured: Measured, folder: Path) -> None:
+    """`attention.png`: the weights of each mechanism's first finished run, all on one sequence."""
     weights, symbols = {}, []
-    for cell in cells:
-        if cell.recipe.seed == 0:
+    for cell in measured:
+        if cell.recipe.model.attention not in weights:
             model, _ = load_model(cell.folder)
             task = cell.recipe.build_task()
             tokens = task.sample(seeded("heatmap", 0), 1, HEATMAP_TOKENS).tokens
@@ -172,10 +198,8 @@ def draw_attention(cells: Sequence[Cell], folder: Path) -> None:
     attention_heatmap(weights, symbols, folder / "attention.png")
 
 
-SCALES = {"paper": "paper", "small": "small", "smoke": "smoke"}
-
 REPRODUCTIONS: dict[str, Reproduction] = {
-    "table1": Reproduction(table1, tuple(MECHANISMS), draw_table),
-    "tuning": Reproduction(tuning, tuple(MECHANISMS), draw_tuning),
-    "figure1": Reproduction(figure1, ("tra", "fot"), draw_attention),
+    "table1": Reproduction(table1, tuple(MECHANISMS), 3, draw_table),
+    "tuning": Reproduction(tuning, tuple(MECHANISMS), 1, draw_tuning),
+    "figure1": Reproduction(figure1, ("tra", "fot"), 1, draw_attention),
 }

@@ -58,7 +58,7 @@ def factor(module: DifferentialAttention, start: float) -> float:
 @pytest.mark.parametrize("start", [0.8, 0.5])
 @torch.no_grad()
 def test_equals_the_paper_from_projections_to_output(kv_heads: int, start: float) -> None:
-    module = build(kv_heads=kv_heads) if start == 0.8 else build(kv_heads=kv_heads, start=start)
+    module = build(kv_heads=kv_heads) if start == 0.8 else build(kv_heads=kv_heads, lambda_start=start)
     x = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
     query, key, value = (
         heads(x, projection, normalise)
@@ -100,5 +100,5 @@ def test_starts_as_the_authors_do() -> None:
 def test_wrong_argument_is_named() -> None:
     with pytest.raises(ValueError, match=r"width // heads must be a multiple of 4 for two rotary halves, got 6"):
         DifferentialAttention(24, 4)
-    with pytest.raises(ValueError, match=r"start must be in \[0, 1\), got 1.0"):
-        DifferentialAttention(WIDTH, HEADS, start=1.0)
+    with pytest.raises(ValueError, match=r"lambda_start must be in \[0, 1\), got 1.0"):
+        DifferentialAttention(WIDTH, HEADS, lambda_start=1.0)

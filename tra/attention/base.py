@@ -73,6 +73,7 @@ class Attention(nn.Module, ABC):
 
         With a cache, x holds the new tokens only, and ``key_mask`` and ``segment_ids`` ``[B, cached + L]`` cover
         the cached ones too. ``key_mask`` is False for padding; ``segment_ids`` keeps packed documents apart.
+        Mechanisms that measure plain distance count padding between tokens; at the ends it changes nothing.
         """
         # Before anything enters the cache: a wrong mask must not leave it half-filled.
         keys = x.shape[1] + (0 if cache is None else len(cache))
@@ -93,6 +94,7 @@ class Attention(nn.Module, ABC):
 
     def weights(self, x: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
         """The attention matrix ``[B, Hq, L, L]``: what the rule makes of an identity matrix as values."""
+        check_masks(key_mask, segment_ids, x.shape[0], x.shape[1], x.device)
         query, key, _ = self._project(x, self.located(x, x.shape[1], key_mask, segment_ids))
         identity = torch.eye(x.shape[1], dtype=key.dtype, device=key.device)
         identity = identity.expand(*key.shape[:2], -1, -1)
@@ -137,10 +139,9 @@ def causal_softmax_attention(
     ``bias``, broadcast to ``[B, Hq, Lq, Lk]``, is added to the scores.
     """
     queries, keys = query.shape[2], key.shape[2]
-    is_causal, mask = False, None
-    if bias is None and key_mask is None and segment_ids is None and queries == keys:
-        is_causal = True
-    elif bias is not None or key_mask is not None or segment_ids is not None or queries != 1:
+    masked = any(x is not None for x in (bias, key_mask, segment_ids))
+    is_causal, mask = not masked and queries == keys, None
+    if not is_causal and (masked or queries != 1):
         mask = visible_keys(queries, keys, key_mask, segment_ids, query.device)
         if bias is not None:
             mask = bias.masked_fill(~mask, -math.inf).to(query.dtype)

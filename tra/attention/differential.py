@@ -22,7 +22,7 @@ class DifferentialAttention(Attention):
 
     Args:
         theta: the base of RoPE's wavelengths.
-        start: lambda, the factor on the second attention, at initialisation.
+        lambda_start: lambda, the factor on the second attention, at initialisation.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class DifferentialAttention(Attention):
         kv_heads: int | None = None,
         *,
         theta: float = 500_000.0,
-        start: float = 0.8,
+        lambda_start: float = 0.8,
         **shared: Any,
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
         if self.head_width % 4:
             raise ValueError(f"width // heads must be a multiple of 4 for two rotary halves, got {self.head_width}")
-        if not 0.0 <= start < 1.0:
-            raise ValueError(f"start must be in [0, 1), got {start!r}")
-        self.theta, self.start = theta, start
+        if not 0.0 <= lambda_start < 1.0:
+            raise ValueError(f"lambda_start must be in [0, 1), got {lambda_start!r}")
+        self.theta, self.lambda_start = theta, lambda_start
         self.lambdas = nn.Parameter(0.1 * torch.randn(2, 2, self.head_width // 2))
         """Query and key vector of each of the two attentions."""
         self.norm = nn.RMSNorm(self.head_width, eps=1e-5)
@@ -72,7 +72,7 @@ class DifferentialAttention(Attention):
             for half_query, half_key in zip(query.chunk(2, dim=-1), key.chunk(2, dim=-1), strict=True)
         )
         added, taken = self.lambdas.prod(dim=1).sum(dim=-1).exp().unbind()
-        return first - (added - taken + self.start).to(second.dtype) * second
+        return first - (added - taken + self.lambda_start).to(second.dtype) * second
 
     def finished(self, mixed: Tensor) -> Tensor:
-        return self.norm(mixed) * (1.0 - self.start)
+        return self.norm(mixed) * (1.0 - self.lambda_start)

@@ -37,9 +37,9 @@ class ForgettingAttention(Attention):
         key, value, log_forget = remember(cache, key, value, log_forget)
         if key_mask is not None:
             log_forget = log_forget.masked_fill(~key_mask[:, None], 0.0)
-        # A difference of running sums: in float32 a sum over 100,000 tokens would leave it three digits.
-        forgotten = log_forget.to(torch.float32 if x.device.type == "mps" else torch.float64).cumsum(dim=-1)
-        bias = forgotten[:, :, -query.shape[2] :, None] - forgotten[:, :, None, :]
+        first = key.shape[2] - query.shape[2]
+        high, low = running_sum(log_forget)
+        bias = (high[:, :, first:, None] - high[:, :, None]) + (low[:, :, first:, None] - low[:, :, None])
         return causal_softmax_attention(
             query,
             key,
@@ -49,3 +49,16 @@ class ForgettingAttention(Attention):
             dropout=self.active_dropout,
             bias=bias.to(x.dtype),
         )
+
+
+def running_sum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Running sums over the last dimension as two numbers, the rounded sum and what rounding left.
+
+    Differences of such sums are wanted, of which one float32 over 100,000 tokens would leave three digits.
+    """
+    if x.device.type == "mps":  # has no float64
+        total = x.cumsum(dim=-1)
+        return total, torch.zeros_like(total)
+    exact = x.double().cumsum(dim=-1)
+    high = exact.to(x.dtype)
+    return high, (exact - high).to(x.dtype)
