@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tra.figures import accuracy_by_length
-from tra.report import comparison_csv, comparison_tables, records, spread
+from tra.report import comparison_csv, comparison_tables, spread
 
 
 def runs(column: str, attention: str, name: str, measured: Mapping[int, Sequence[float]]) -> list[dict[str, Any]]:
@@ -18,7 +18,8 @@ def runs(column: str, attention: str, name: str, measured: Mapping[int, Sequence
     rows = []
     for length, values in measured.items():
         for seed, value in enumerate(values):
-            rows += records(column, attention, seed, [{"set": name, "length": length, "exact_match": value}])
+            where = {"column": column, "attention": attention, "seed": seed}
+            rows.append({**where, "set": name, "length": length, "exact_match": value})
     return rows
 
 

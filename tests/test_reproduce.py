@@ -27,7 +27,7 @@ from tra.cli import main
 from tra.errors import Interrupted
 from tra.grid import Cell
 from tra.recipes import Evaluation, Recipe, figure1, table1, tuning
-from tra.reproduce import REPRODUCTIONS, best_rates, cells_of, tuning_losses
+from tra.reproduce import REPRODUCTIONS, best_rates, cells_of, part_of, tuning_losses
 
 PNG = b"\x89PNG"
 
@@ -119,11 +119,13 @@ def test_grid_is_run_once_reported_with_its_failures_and_rebuilt_without_trainin
         for seed in range(2)
     }
     assert {str(path.parent.relative_to(folder / "runs")) for path in folder.rglob("recipe.json")} == runs
-    made = {path.name for path in folder.iterdir() if path.is_file()}
+    made = {path.name for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
     assert made == {"table.md", "table.csv", "results.json", "accuracy-flip_flop.png", "accuracy-instructed.png"}
     content = content_of(folder)
-    assert content["command"] == shlex.join(["tra", *command])
-    assert (content["runs"], content["finished"], content["trained_here"], content["failures"]) == (8, 8, 8, {})
+    assert [(session["command"], session["trained"]) for session in content["sessions"]] == [
+        (shlex.join(["tra", *command]), 8)
+    ]
+    assert (content["runs"], content["finished"], content["failures"]) == (8, 8, {})
     # Two columns with two sets each at two lengths, of two mechanisms with two seeds.
     assert len(content["results"]) == 32
     for row in content["results"]:
@@ -153,12 +155,12 @@ def test_grid_is_run_once_reported_with_its_failures_and_rebuilt_without_trainin
         (folder / name).unlink()
     assert main([*command, "--seeds", "3", "--no-train"]) == 0
     assert files_below(folder / "runs") == before
-    assert {path.name for path in folder.iterdir() if path.is_file()} == made
+    assert {path.name for path in folder.iterdir() if path.is_file()} == made | {".lock"}
     for name in ("table.md", "table.csv"):
         assert (folder / name).read_bytes() == first[name]
     assert all((folder / name).read_bytes().startswith(PNG) for name in made if name.endswith(".png"))
     content = content_of(folder)
-    assert (content["runs"], content["finished"], content["trained_here"]) == (12, 8, 0)
+    assert (content["runs"], content["finished"], content["sessions"]) == (12, 8, [])
 
     # The third seed, one of whose folders holds something else.
     stranger = folder / "runs" / "flip_flop" / "rope" / "2"
@@ -171,7 +173,7 @@ def test_grid_is_run_once_reported_with_its_failures_and_rebuilt_without_trainin
     assert shown.err == f"tra: flip_flop rope seed 2 failed: {reason}\n"
     assert shown.out.splitlines()[-1] == str(folder)
     content = content_of(folder)
-    assert (content["runs"], content["finished"], content["trained_here"]) == (12, 11, 3)
+    assert (content["runs"], content["finished"], content["sessions"][0]["trained"]) == (12, 11, 3)
     assert content["failures"] == {"flip_flop rope seed 2": reason}
     assert {name: entry for name, entry in files_below(folder / "runs").items() if name in before} == before
 
@@ -211,13 +213,17 @@ def test_shards_divide_the_runs_among_them(
     everything = cells_of(REPRODUCTIONS["table1"], folder, "smoke", 1, ["tra", "rope", "nope"])
     assert main([*command, "--shard", "1/2"]) == 0
     content = content_of(folder)
-    assert (content["runs"], content["finished"], content["trained_here"]) == (6, 3, 3)
+    assert (content["runs"], content["finished"]) == (6, 3)
     assert main([*command, "--shard", "2/2"]) == 0
     content = content_of(folder)
-    assert (content["runs"], content["finished"], content["trained_here"]) == (6, 6, 3)
+    assert (content["runs"], content["finished"]) == (6, 6)
+    assert [session["trained"] for session in content["sessions"]] == [3, 3]
     first, second = ({cell.folder for cell in cells} for cells in run_here)
     assert not first & second
     assert first | second == {cell.folder for cell in everything}
+    # A machine that never answers costs no mechanism its whole row.
+    for part in (1, 2, 3):
+        assert len({cell.recipe.model.attention for cell in part_of(everything, part, 3)}) == 2
     assert len(content["results"]) == 24
     capsys.readouterr()
     shared = (folder / "table.md").read_text()

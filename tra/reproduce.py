@@ -101,17 +101,17 @@ def _sessions(folder: Path) -> list[dict[str, Any]]:
 
 
 def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
-    """The index-th of count parts; neighbours in a row and in a column go to different ones."""
+    """The index-th of count parts, none of which holds all runs of a mechanism."""
     if count > len(cells):
         raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {index}/{count}")
     width = len({cell.recipe.model.attention for cell in cells})
-    return [cell for place, cell in enumerate(cells) if (place + place // width) % count == index - 1]
+    shift = 1 if width % count == 0 else 0  # else every row would begin with the same part
+    return [cell for place, cell in enumerate(cells) if (place + shift * (place // width)) % count == index - 1]
 
 
 def cells_of(reproduction: Reproduction, folder: Path, scale: str, seeds: int, attention: Sequence[str]) -> list[Cell]:
     """All runs, a whole table for one seed before the next seed, so that a part of them says something."""
-    if scale not in SCALES:
-        raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
+    lookup(dict.fromkeys(SCALES), scale, "scale")
     columns: dict[str, Recipe] = getattr(reproduction.recipes, scale)()
     for entry in attention:
         lookup(MECHANISMS, entry, "attention")
