@@ -105,8 +105,9 @@ def test_left_padding_does_not_change_the_real_tokens(attention: str) -> None:
     assert_close(model(padded, key_mask=mask)[:, 5:], model(tokens))
 
 
-@pytest.mark.parametrize("attention", sorted(MECHANISMS))
+@pytest.mark.parametrize("attention", ["tra", "rope", "cope"])  # the operator, SDPA, dense; each takes long to compile
 def test_compiles_and_trains_without_graph_breaks(attention: str) -> None:
+    torch._dynamo.reset()
     model = small(attention, dropout=0.1).train()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for length in (9, 13):

@@ -101,7 +101,9 @@ def draw_cost(folder: Path) -> None:
         raise RunError(f"nothing has been measured in {folder} yet")
     rows = json.loads(stored.read_text())["results"]
     write_whole(folder / "table.md", cost_table(rows))
-    cost_by_attention([row for row in rows if "failure" not in row], folder / "cost.png")
+    measured = [row for row in rows if "failure" not in row]
+    if measured:
+        cost_by_attention(measured, folder / "cost.png")
 
 
 def cost_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -36,14 +36,14 @@ def progress(console: Console, description: str, total: int, unit: str, start: i
 
             yield update
     else:
-        shown = time.monotonic()
+        shown, last = time.monotonic(), start
 
         def update(done: int, **numbers: float) -> None:
-            nonlocal shown
+            nonlocal shown, last
             now = time.monotonic()
-            if now - shown < SECONDS_BETWEEN_LINES and done < total:
+            if now - shown < SECONDS_BETWEEN_LINES and (done < total or done == last):
                 return
-            shown = now
+            shown, last = now, done
             speed = clock.speed(done)
             left = f", {(total - done) / speed:.0f} s left" if speed > 0 else ""
             console.print(f"{description}: {unit} {done}/{total}, {_format(numbers, speed, unit)}{left}")

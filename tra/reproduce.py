@@ -96,7 +96,7 @@ def _sessions(folder: Path) -> list[dict[str, Any]]:
     """What was measured before, and where."""
     try:
         return json.loads((folder / "results.json").read_text())["sessions"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return []
 
 

@@ -142,7 +142,7 @@ def test_runs_in_half_precision_under_autocast(mechanism: type[Attention]) -> No
     expected = attention(x)
     error = (out.float() - expected).abs()
     # Most entries, since a score near a threshold may fall on its other side.
-    assert error.flatten().quantile(0.9) < 0.02 * expected.abs().max()
+    assert error.flatten().quantile(0.9) < 0.05 * expected.abs().max()
 
 
 def test_compiles_without_graph_breaks(mechanism: type[Attention], dtype: torch.dtype) -> None:

@@ -140,8 +140,10 @@ def causal_softmax_attention(
     """
     queries, keys = query.shape[2], key.shape[2]
     masked = any(x is not None for x in (bias, key_mask, segment_ids))
-    is_causal, mask = not masked and queries == keys, None
-    if not is_causal and (masked or queries != 1):
+    is_causal, mask = False, None
+    if not masked and queries == keys:
+        is_causal = True
+    elif masked or queries != 1:
         mask = visible_keys(queries, keys, key_mask, segment_ids, query.device)
         if bias is not None:
             mask = bias.masked_fill(~mask, -math.inf).to(query.dtype)

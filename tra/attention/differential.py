@@ -75,4 +75,5 @@ class DifferentialAttention(Attention):
         return first - (added - taken + self.lambda_start).to(second.dtype) * second
 
     def finished(self, mixed: Tensor) -> Tensor:
-        return self.norm(mixed) * (1.0 - self.lambda_start)
+        normed = self.norm(mixed.to(self.norm.weight.dtype)).to(mixed.dtype)
+        return normed * (1.0 - self.lambda_start)
