@@ -104,7 +104,7 @@ def _table(rows: Sequence[Result], heading: Callable[[Result], str]) -> str:
         shown = []
         for name in headings:
             mean, text = cells.get((attention, name), (0.0, ""))
-            is_best = mean > 0 and round(mean, 4) == round(best[name], 4)
+            is_best = mean >= 0.005 and round(mean, 4) == round(best[name], 4)  # not what is shown as 0.00
             shown.append(f"**{text}**" if is_best else text)
         lines.append(f"| {attention} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
