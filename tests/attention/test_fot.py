@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tra.attention.alibi import LinearBiasAttention
+from tra.attention.base import Context
 from tra.attention.fot import ForgettingAttention
 
 
@@ -61,7 +62,6 @@ def test_single_precision_holds_after_20_000_tokens() -> None:
     weights = []
     for attention, tokens in ((single, x), (deepcopy(single).double(), x.double())):
         query, key = (p(tokens)[:, None] for p in (attention.query, attention.key))
-        options = {"cache": None, "key_mask": None, "segment_ids": None}
-        weights.append(attention.attend(tokens, query[:, :, -1:], key, recent.to(tokens), **options))
+        weights.append(attention.attend(tokens, query[:, :, -1:], key, recent.to(tokens), Context()))
     assert (weights[1] > 1e-4).all()
     assert_close(weights[0].double(), weights[1], rtol=1e-4, atol=0)

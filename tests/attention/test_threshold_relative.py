@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from tests.ops.oracle import loop_attention
 from tra import ThresholdRelativeAttention
+from tra.attention.base import Context
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -49,7 +50,7 @@ def test_projections_have_the_biases_of_the_paper() -> None:
 def test_scores_respect_the_bound_the_module_vouches_for() -> None:
     module = ThresholdRelativeAttention(64, 4)
     x = torch.randn(4, 50, 64) * 100
-    query, key, _ = module._project(x, x)
+    query, key, _ = module._project(x, Context())
     assert (query @ key.mT / 4).abs().max() <= math.sqrt(16) * (1 + 1e-6)
 
 

@@ -4,11 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tra.attention.base import distances, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Context, distances
 from tra.attention.dense import dense_mix, dense_scores, dense_softmax
 from tra.attention.threshold_relative import ThresholdRelativeAttention
-from tra.ops.visibility import visible_keys
 
 
 class ThresholdOnlyAttention(ThresholdRelativeAttention):
@@ -35,24 +33,12 @@ class OrdinaryDistanceAttention(ThresholdRelativeAttention):
     Dense, so ``tolerance`` and ``impl`` mean nothing to it.
     """
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        key, value = remember(cache, key, value)
-        queries, keys = query.shape[2], key.shape[2]
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
         scores = dense_scores(query, key)
-        visible = visible_keys(queries, keys, key_mask, segment_ids, query.device)
-        count = distances(queries, keys, query.device) + 1
-        logits = scores + self.log_gate(x).to(scores.dtype)[..., None] * count
-        return dense_mix(dense_softmax(logits, visible & (scores > self.threshold)), value, self.active_dropout)
+        kept = context.visible(query, key) & (scores > self.threshold)
+        logits = scores + self.log_gate(x).to(scores.dtype)[..., None] * (distances(query, key) + 1)
+        return dense_mix(dense_softmax(logits, kept), value, self.active_dropout)
 
 
 NO_THRESHOLD = -1e30

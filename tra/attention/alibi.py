@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.attention.base import Attention, causal_softmax_attention, distances, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context, causal_softmax_attention, distances
 
 
 class LinearBiasAttention(Attention):
@@ -19,28 +18,10 @@ class LinearBiasAttention(Attention):
         super().__init__(width, heads, kv_heads, **shared)
         self.register_buffer("slopes", torch.tensor(head_slopes(heads)), persistent=False)
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        key, value = remember(cache, key, value)
-        distance = distances(query.shape[2], key.shape[2], query.device)
-        return causal_softmax_attention(
-            query,
-            key,
-            value,
-            key_mask=key_mask,
-            segment_ids=segment_ids,
-            dropout=self.active_dropout,
-            bias=(-self.slopes[:, None, None] * distance)[None],
-        )
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
+        bias = -self.slopes[:, None, None] * distances(query, key)
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout, bias=bias[None])
 
 
 def head_slopes(heads: int) -> list[float]:

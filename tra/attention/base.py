@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,27 @@ from torch import Tensor, nn
 
 from tra.attention.cache import Cache
 from tra.ops.visibility import check_masks, visible_keys
+
+
+class Context(NamedTuple):
+    """What comes with the new tokens: the cache of earlier ones, and the masks ``[B, cached + L]`` of them all."""
+
+    cache: Cache | None = None
+    key_mask: Tensor | None = None
+    segment_ids: Tensor | None = None
+
+    @property
+    def cached(self) -> int:
+        """How many tokens the cache holds: the position of the first new one, until that is remembered."""
+        return 0 if self.cache is None else len(self.cache)
+
+    def remember(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of all tokens so far, given those of the new ones."""
+        return tensors if self.cache is None else self.cache.append(*tensors)
+
+    def visible(self, query: Tensor, key: Tensor) -> Tensor:
+        """Which of all keys each new query may see, ``[B or 1, 1, Lq, Lk]``."""
+        return visible_keys(query.shape[2], key.shape[2], self.key_mask, self.segment_ids, query.device)
 
 
 class Attention(nn.Module, ABC):
@@ -47,19 +69,9 @@ class Attention(nn.Module, ABC):
         self.output = nn.Linear(width, width)
 
     @abstractmethod
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """The rule: ``[B, Hq, L, D]`` queries and ``[B, Hkv, L, D]`` keys and values of the new tokens in,
-        ``[B, Hq, L, D]`` out. With a cache it stores what later tokens need. Linear in value."""
+        ``[B, Hq, L, D]`` out. What later tokens need goes through ``context.remember``. Linear in value."""
 
     def forward(
         self,
@@ -75,17 +87,12 @@ class Attention(nn.Module, ABC):
         the cached ones too. ``key_mask`` is False for padding; ``segment_ids`` keeps packed documents apart.
         Mechanisms that measure plain distance count padding between tokens; at the ends it changes nothing.
         """
-        # Before anything enters the cache: a wrong mask must not leave it half-filled.
-        keys = x.shape[1] + (0 if cache is None else len(cache))
-        check_masks(key_mask, segment_ids, x.shape[0], keys, x.device)
-        query, key, value = self._project(x, self.located(x, keys, key_mask, segment_ids))
-        mixed = self.attend(x, query, key, value, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        context = Context(cache, key_mask, segment_ids)
+        mixed = self.attend(x, *self._project(x, context), context)
         return self.output(self.finished(mixed).transpose(1, 2).flatten(2))
 
-    def located(self, x: Tensor, keys: int, key_mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-        """What queries and keys are projected from: x itself, unless the mechanism adds positions to it.
-
-        x holds the last of ``keys`` tokens."""
+    def located(self, x: Tensor, context: Context) -> Tensor:
+        """What queries and keys are projected from: x itself, unless the mechanism adds positions to it."""
         return x
 
     def finished(self, mixed: Tensor) -> Tensor:
@@ -94,17 +101,20 @@ class Attention(nn.Module, ABC):
 
     def weights(self, x: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
         """The attention matrix ``[B, Hq, L, L]``: what the rule makes of an identity matrix as values."""
-        check_masks(key_mask, segment_ids, x.shape[0], x.shape[1], x.device)
-        query, key, _ = self._project(x, self.located(x, x.shape[1], key_mask, segment_ids))
+        context = Context(key_mask=key_mask, segment_ids=segment_ids)
+        query, key, _ = self._project(x, context)
         identity = torch.eye(x.shape[1], dtype=key.dtype, device=key.device)
         identity = identity.expand(*key.shape[:2], -1, -1)
         was_training, self.training = self.training, False
         try:
-            return self.attend(x, query, key, identity, cache=None, key_mask=key_mask, segment_ids=segment_ids)
+            return self.attend(x, query, key, identity, context)
         finally:
             self.training = was_training
 
-    def _project(self, x: Tensor, located: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        # Before anything enters the cache: a wrong mask must not leave it half-filled.
+        check_masks(context.key_mask, context.segment_ids, x.shape[0], context.cached + x.shape[1], x.device)
+        located = self.located(x, context)
         query, key, value = (
             projection(source).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection, source in ((self.query, located), (self.key, located), (self.value, x))
@@ -119,32 +129,20 @@ class Attention(nn.Module, ABC):
         return self.dropout if self.training else 0.0
 
 
-def remember(cache: Cache | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors of all tokens so far, given those of the new ones."""
-    return tensors if cache is None else cache.append(*tensors)
-
-
 def causal_softmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    dropout: float,
-    bias: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, context: Context, *, dropout: float, bias: Tensor | None = None
 ) -> Tensor:
     """Softmax attention through PyTorch's SDPA; exactly 0 for a query that sees no key.
 
     ``bias``, broadcast to ``[B, Hq, Lq, Lk]``, is added to the scores.
     """
     queries, keys = query.shape[2], key.shape[2]
-    masked = any(x is not None for x in (bias, key_mask, segment_ids))
+    masked = any(x is not None for x in (bias, context.key_mask, context.segment_ids))
     is_causal, mask = False, None
     if not masked and queries == keys:
         is_causal = True
     elif masked or queries != 1:
-        mask = visible_keys(queries, keys, key_mask, segment_ids, query.device)
+        mask = context.visible(query, key)
         if bias is not None:
             mask = bias.masked_fill(~mask, -math.inf).to(query.dtype)
     return F.scaled_dot_product_attention(
@@ -158,6 +156,7 @@ def causal_softmax_attention(
     )
 
 
-def distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """How many tokens back each key lies, ``[queries, keys]``; the last query is aligned with the last key."""
-    return torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+def distances(query: Tensor, key: Tensor) -> Tensor:
+    """How many tokens back each key lies, ``[Lq, Lk]``; the last query is aligned with the last key."""
+    position = torch.arange(key.shape[2], device=query.device)
+    return position[key.shape[2] - query.shape[2] :, None] - position

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tra.attention.base import Attention, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context
 from tra.attention.dense import dense_mix, dense_scores, dense_softmax, full_product, sum_from_right
-from tra.ops.visibility import visible_keys
 
 
 class ContextualPositionAttention(Attention):
@@ -32,19 +30,9 @@ class ContextualPositionAttention(Attention):
             raise ValueError(f"positions must be at least 1, got {positions}")
         self.embedding = nn.Parameter(torch.zeros(self.head_width, positions))
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        key, value = remember(cache, key, value)
-        visible = visible_keys(query.shape[2], key.shape[2], key_mask, segment_ids, query.device)
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
+        visible = context.visible(query, key)
         scores = dense_scores(query, key)
         position = sum_from_right(scores.sigmoid().masked_fill(~visible, 0.0))
         position = position.clamp(max=self.embedding.shape[1] - 1)

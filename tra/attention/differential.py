@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tra.attention.base import Attention, causal_softmax_attention, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context, causal_softmax_attention
 from tra.attention.rope import rotate, rotation
 
 
@@ -45,30 +44,12 @@ class DifferentialAttention(Attention):
         """Query and key vector of each of the two attentions."""
         self.norm = nn.RMSNorm(self.head_width, eps=1e-5)
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        start = 0 if cache is None else len(cache)
-        turn = rotation(start, start + x.shape[1], self.head_width // 2, self.theta)
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        turn = rotation(context.cached, context.cached + x.shape[1], self.head_width // 2, self.theta)
         query, key = (torch.cat([rotate(half, *turn) for half in y.chunk(2, dim=-1)], dim=-1) for y in (query, key))
-        key, value = remember(cache, key, value)
+        key, value = context.remember(key, value)
         first, second = (
-            causal_softmax_attention(
-                half_query,
-                half_key,
-                value,
-                key_mask=key_mask,
-                segment_ids=segment_ids,
-                dropout=self.active_dropout,
-            )
+            causal_softmax_attention(half_query, half_key, value, context, dropout=self.active_dropout)
             for half_query, half_key in zip(query.chunk(2, dim=-1), key.chunk(2, dim=-1), strict=True)
         )
         added, taken = self.lambdas.prod(dim=1).sum(dim=-1).exp().unbind()

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tra.attention.base import Attention, causal_softmax_attention, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context, causal_softmax_attention
 
 
 class ForgettingAttention(Attention):
@@ -21,34 +20,16 @@ class ForgettingAttention(Attention):
         super().__init__(width, heads, kv_heads, **shared)
         self.gate = nn.Linear(width, heads)
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         gate = self.gate(x)
         log_forget = F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)
-        key, value, log_forget = remember(cache, key, value, log_forget)
-        if key_mask is not None:
-            log_forget = log_forget.masked_fill(~key_mask[:, None], 0.0)
+        key, value, log_forget = context.remember(key, value, log_forget)
+        if context.key_mask is not None:
+            log_forget = log_forget.masked_fill(~context.key_mask[:, None], 0.0)
         first = key.shape[2] - query.shape[2]
         high, low = running_sum(log_forget)
         bias = (high[:, :, first:, None] - high[:, :, None]) + (low[:, :, first:, None] - low[:, :, None])
-        return causal_softmax_attention(
-            query,
-            key,
-            value,
-            key_mask=key_mask,
-            segment_ids=segment_ids,
-            dropout=self.active_dropout,
-            bias=bias.to(x.dtype),
-        )
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout, bias=bias.to(x.dtype))
 
 
 def running_sum(x: Tensor) -> tuple[Tensor, Tensor]:

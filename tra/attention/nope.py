@@ -2,25 +2,12 @@
 
 from torch import Tensor
 
-from tra.attention.base import Attention, causal_softmax_attention, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context, causal_softmax_attention
 
 
 class UnpositionedAttention(Attention):
     """Softmax attention that is told no positions: order reaches it through causality alone."""
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        key, value = remember(cache, key, value)
-        return causal_softmax_attention(
-            query, key, value, key_mask=key_mask, segment_ids=segment_ids, dropout=self.active_dropout
-        )
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout)

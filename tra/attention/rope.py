@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.attention.base import Attention, causal_softmax_attention, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context, causal_softmax_attention
 
 
 class RotaryAttention(Attention):
@@ -23,24 +22,11 @@ class RotaryAttention(Attention):
             raise ValueError(f"width // heads must be even for RoPE, got {self.head_width}")
         self.theta = theta
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        start = 0 if cache is None else len(cache)
-        cosine, sine = rotation(start, start + x.shape[1], self.head_width, self.theta)
-        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        key, value = remember(cache, key, value)
-        return causal_softmax_attention(
-            query, key, value, key_mask=key_mask, segment_ids=segment_ids, dropout=self.active_dropout
-        )
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        turn = rotation(context.cached, context.cached + x.shape[1], self.head_width, self.theta)
+        query, key = rotate(query, *turn), rotate(key, *turn)
+        key, value = context.remember(key, value)
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout)
 
 
 def rotation(start: int, stop: int, width: int, theta: float) -> tuple[Tensor, Tensor]:

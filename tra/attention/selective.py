@@ -3,11 +3,9 @@
 import torch
 from torch import Tensor
 
-from tra.attention.base import distances, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Context, distances
 from tra.attention.dense import dense_mix, dense_scores, dense_softmax
 from tra.attention.rope import RotaryAttention, rotate, rotation
-from tra.ops.visibility import visible_keys
 
 
 class SelectiveAttention(RotaryAttention):
@@ -17,33 +15,21 @@ class SelectiveAttention(RotaryAttention):
     the sum of this over the tokens between key and query. No token masks itself or the first of its document.
     """
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        start = 0 if cache is None else len(cache)
-        turn = rotation(start, start + x.shape[1], self.head_width, self.theta)
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        turn = rotation(context.cached, context.cached + x.shape[1], self.head_width, self.theta)
         query, key = rotate(query, *turn), rotate(key, *turn)
         # How much the tokens so far mask each key; none has masked the new ones.
         dtype = torch.promote_types(query.dtype, torch.float32)
         masked = torch.zeros(query.shape[0], 1, query.shape[2], dtype=dtype, device=query.device)
-        key, value, masked = remember(cache, key, value, masked)
-        queries, keys = query.shape[2], key.shape[2]
-        visible = visible_keys(queries, keys, key_mask, segment_ids, query.device)
+        key, value, masked = context.remember(key, value, masked)
+        visible = context.visible(query, key)
         scores = dense_scores(query, key)
 
-        can_mask = visible & (distances(queries, keys, query.device) != 0) & (visible.cumsum(dim=-1) != 1)
-        if key_mask is not None:
-            can_mask = can_mask & key_mask[:, None, keys - queries :, None]  # padding masks nothing
+        can_mask = visible & (distances(query, key) != 0) & (visible.cumsum(dim=-1) != 1)
+        if context.key_mask is not None:  # padding masks nothing
+            can_mask = can_mask & context.key_mask[:, None, key.shape[2] - query.shape[2] :, None]
         masks = scores[:, :1].relu().masked_fill(~can_mask, 0.0)
         until_query = masked[:, :, None] + masks.cumsum(dim=-2) - masks
-        if cache is not None:
+        if context.cache is not None:
             masked += masks.sum(dim=-2)  # in the cache
         return dense_mix(dense_softmax(scores - until_query, visible), value, self.active_dropout)

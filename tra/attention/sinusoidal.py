@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tra.attention.base import Context
 from tra.attention.nope import UnpositionedAttention
 from tra.ops.visibility import visible_keys
 
@@ -28,11 +29,12 @@ class SinusoidalAttention(UnpositionedAttention):
             raise ValueError(f"width must be even for sinusoidal positions, got {width}")
         self.theta = theta
 
-    def located(self, x: Tensor, keys: int, key_mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-        queries, width = x.shape[1], x.shape[2]
-        if key_mask is None and segment_ids is None:
-            return x + sinusoids(keys - queries, keys, width, self.theta).to(x)
-        seen = visible_keys(queries, keys, key_mask, segment_ids, x.device)[:, 0].sum(dim=-1)
+    def located(self, x: Tensor, context: Context) -> Tensor:
+        queries, width = x.shape[1:]
+        keys = context.cached + queries
+        if context.key_mask is None and context.segment_ids is None:
+            return x + sinusoids(context.cached, keys, width, self.theta).to(x)
+        seen = visible_keys(queries, keys, context.key_mask, context.segment_ids, x.device)[:, 0].sum(dim=-1)
         return x + sinusoids(0, keys, width, self.theta).to(x)[(seen - 1).clamp(min=0)]
 
 

@@ -3,10 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention.base import Attention, distances, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context, distances
 from tra.attention.dense import dense_mix, dense_scores, sum_from_right
-from tra.ops.visibility import visible_keys
 
 
 class StickBreakingAttention(Attention):
@@ -16,21 +14,9 @@ class StickBreakingAttention(Attention):
     sum to 1.
     """
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        key, value = remember(cache, key, value)
-        queries, keys = query.shape[2], key.shape[2]
-        visible = visible_keys(queries, keys, key_mask, segment_ids, query.device)
-        visible = visible & (distances(queries, keys, query.device) != 0)
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
+        visible = context.visible(query, key) & (distances(query, key) != 0)
         scores = dense_scores(query, key)
         log_left = F.logsigmoid(-scores).masked_fill(~visible, 0.0)
         log_weights = F.logsigmoid(scores) + sum_from_right(log_left) - log_left

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tra.attention.base import Attention, causal_softmax_attention, distances, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context, causal_softmax_attention, distances
 
 
 class BucketBiasAttention(Attention):
@@ -40,29 +39,11 @@ class BucketBiasAttention(Attention):
         self.bias = nn.Embedding(buckets, heads)
         nn.init.normal_(self.bias.weight, std=width**-0.5)
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        key, value = remember(cache, key, value)
-        distance = distances(query.shape[2], key.shape[2], query.device).clamp(min=0)
-        bias = self.bias(bucket_of(distance, self.buckets, self.max_distance))
-        return causal_softmax_attention(
-            query,
-            key,
-            value,
-            key_mask=key_mask,
-            segment_ids=segment_ids,
-            dropout=self.active_dropout,
-            bias=bias.permute(2, 0, 1)[None],
-        )
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
+        bucket = bucket_of(distances(query, key).clamp(min=0), self.buckets, self.max_distance)
+        bias = self.bias(bucket).permute(2, 0, 1)
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout, bias=bias[None])
 
 
 def bucket_of(distance: Tensor, buckets: int, max_distance: int) -> Tensor:

@@ -6,8 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tra.attention.base import Attention, remember
-from tra.attention.cache import Cache
+from tra.attention.base import Attention, Context
 from tra.ops import threshold_relative_attention
 
 
@@ -42,25 +41,15 @@ class ThresholdRelativeAttention(Attention):
         self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
         self.gate = nn.Linear(width, heads)
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cache: Cache | None,
-        key_mask: Tensor | None,
-        segment_ids: Tensor | None,
-    ) -> Tensor:
-        key, value = remember(cache, key, value)
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
         return threshold_relative_attention(
             query,
             key,
             value,
             self.log_gate(x),
-            key_mask=key_mask,
-            segment_ids=segment_ids,
+            key_mask=context.key_mask,
+            segment_ids=context.segment_ids,
             threshold=self.threshold,
             dropout=self.active_dropout,
             tolerance=self.tolerance,
