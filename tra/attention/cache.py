@@ -39,6 +39,24 @@ class Cache:
         self._length = length
         return tuple(buffer[:, :, :length] for buffer in self._buffers)
 
+    @property
+    def batch(self) -> int:
+        """Rows of the batch, 0 before anything is stored."""
+        return self._buffers[0].shape[0] if self._buffers else 0
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch in this order; a row may come more than once."""
+        self._buffers = [buffer.index_select(0, rows.to(buffer.device)) for buffer in self._buffers]
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens but the first ``length``.
+
+        Not for a mechanism that changes what it stored of earlier tokens, as selective attention does.
+        """
+        if not 0 <= length <= self._length:
+            raise ValueError(f"length must be between 0 and the {self._length} tokens in the cache, got {length}")
+        self._length = length
+
     def _reserve(self, length: int, like: tuple[Tensor, ...]) -> None:
         if self._buffers and self._buffers[0].shape[2] >= length:
             return
