@@ -152,6 +152,71 @@ def test_attention_weights_of_every_layer() -> None:
     assert model.blocks[0].attention.training
 
 
+@torch.no_grad()
+def test_attention_weights_under_masks_are_those_of_the_forward_pass() -> None:
+    model = small("rope")
+    tokens = torch.randint(11, (2, 9))
+    key_mask = torch.arange(9).expand(2, 9) >= torch.tensor([[0], [3]])
+    weights = model.attention_weights(tokens, key_mask=key_mask)
+    normed = model.blocks[0].attention_norm(model.embedding(tokens))
+    assert torch.equal(weights[0], model.blocks[0].attention.weights(normed, key_mask=key_mask))
+    assert (weights[1][1, ..., :3] == 0).all()
+    segment_ids = torch.tensor([[0] * 4 + [1] * 5] * 2)
+    apart = model.attention_weights(tokens, segment_ids=segment_ids)
+    assert (apart[1][..., 4:, :4] == 0).all()
+
+
+@torch.no_grad()
+def test_hidden_from_embedded_tokens_and_what_each_block_reads() -> None:
+    model = small("tra")
+    tokens = torch.randint(11, (2, 9))
+    streams: list[torch.Tensor] = []
+    hidden = model.hidden_from(model.embedding(tokens), streams=streams)
+    assert torch.equal(hidden, model.hidden(tokens))
+    assert torch.equal(streams[0], model.embedding(tokens))
+    assert torch.equal(streams[1], model.blocks[0](streams[0], None, None, None))
+    assert len(streams) == 2
+
+
+@pytest.mark.parametrize("attention", sorted(MECHANISMS))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_checkpointed_blocks_give_the_same_gradients_with_dropout(attention: str, dtype: torch.dtype) -> None:
+    model = small(attention, dtype, dropout=0.3).train()
+    tokens = torch.randint(11, (2, 21))
+    gradients = []
+    for model.checkpoint_blocks in (False, True):
+        torch.manual_seed(7)
+        model.zero_grad()
+        model(tokens).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_checkpointed_blocks_run_again_in_training_only() -> None:
+    model, tokens, calls = small().train(), torch.randint(11, (2, 9)), []
+    model.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.checkpoint_blocks = True
+    model(tokens).sum().backward()
+    assert len(calls) == 2
+    calls.clear()
+    with torch.no_grad():
+        model(tokens)
+    model.eval()(tokens).sum().backward()
+    assert len(calls) == 2
+
+
+def test_checkpointed_blocks_keep_fewer_tensors() -> None:
+    model, tokens = small().train(), torch.randint(11, (2, 50))
+    kept = []
+    for model.checkpoint_blocks in (False, True):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            model(tokens)
+        kept.append(sum(sizes))
+    assert kept[1] < kept[0] / 3
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tra.attention import MECHANISMS, Attention, Cache
+from tra.attention import MECHANISMS, Cache
 from tra.lookup import lookup
 
 
@@ -86,6 +88,10 @@ class Block(nn.Module):
         x = normed if self.adds_to_normalised else x
         return x + self.mlp(normed)
 
+    def weights(self, x: Tensor, key_mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+        """The attention matrix ``[B, heads, L, L]`` that x meets."""
+        return self.attention.weights(self.attention_norm(x), key_mask=key_mask, segment_ids=segment_ids)
+
 
 class Decoder(nn.Module):
     """A decoder-only transformer whose attention mechanism is named in its config.
@@ -104,8 +110,10 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        nn.init.uniform_(self.embedding.weight, -0.01, 0.01)
-        nn.init.normal_(self.head.weight, std=0.02)
+        initialise(self.embedding)
+        initialise(self.head)
+        self.checkpoint_blocks = False
+        """Save memory in training: backward computes each block again instead of keeping its activations."""
 
     def new_cache(self) -> list[Cache]:
         """An empty cache for this model: one per layer."""
@@ -134,28 +142,49 @@ class Decoder(nn.Module):
         segment_ids: Tensor | None = None,
     ) -> Tensor:
         """The normalised stream ``[B, L, width]`` that the output head reads."""
-        x = self.dropout(self.embedding(tokens))
+        return self.hidden_from(self.embedding(tokens), cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+
+    def hidden_from(
+        self,
+        embedded: Tensor,
+        *,
+        cache: list[Cache] | None = None,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        streams: list[Tensor] | None = None,
+    ) -> Tensor:
+        """As ``hidden``, from embedded tokens ``[B, L, width]``. What each block reads is added to ``streams``."""
+        x = self.dropout(embedded)
+        again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         caches = [None] * len(self.blocks) if cache is None else cache
         for block, layer_cache in zip(self.blocks, caches, strict=True):
-            x = block(x, layer_cache, key_mask, segment_ids)
+            if streams is not None:
+                streams.append(x)
+            if again:
+                x = checkpoint(block, x, layer_cache, key_mask, segment_ids, use_reentrant=False)
+            else:
+                x = block(x, layer_cache, key_mask, segment_ids)
         return self.norm(x)
 
-    def attention_weights(self, tokens: Tensor) -> list[Tensor]:
+    def attention_weights(
+        self, tokens: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> list[Tensor]:
         """The attention matrix ``[B, heads, L, L]`` of each layer, exactly 0 where a key has no part."""
-        found: list[Tensor] = []
-        handles = [
-            module.register_forward_pre_hook(
-                lambda attention, args, kwargs: found.append(
-                    attention.weights(args[0], key_mask=kwargs["key_mask"], segment_ids=kwargs["segment_ids"])
-                ),
-                with_kwargs=True,
-            )
-            for module in self.modules()
-            if isinstance(module, Attention)
-        ]
-        try:
-            self(tokens)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return found
+        streams: list[Tensor] = []
+        self.hidden_from(self.embedding(tokens), key_mask=key_mask, segment_ids=segment_ids, streams=streams)
+        return self.attention_weights_from(streams, key_mask=key_mask, segment_ids=segment_ids)
+
+    def attention_weights_from(
+        self, streams: list[Tensor], *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> list[Tensor]:
+        """As ``attention_weights``, from what each block reads."""
+        pairs = zip(self.blocks, streams, strict=True)
+        return [block.weights(x, key_mask, segment_ids) for block, x in pairs]  # type: ignore[operator]
+
+
+def initialise(module: nn.Embedding | nn.Linear) -> None:
+    """Draw the weights of an embedding or of an output head as the paper does."""
+    if isinstance(module, nn.Embedding):
+        nn.init.uniform_(module.weight, -0.01, 0.01)
+    else:
+        nn.init.normal_(module.weight, std=0.02)
