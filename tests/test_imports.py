@@ -26,7 +26,7 @@ def test_modules_import_only_from_those_before_them() -> None:
         {"attention"},
         {"model", "tasks"},
         {"recipes"},
-        {"checkpoint", "report"},
+        {"checkpoint", "hub", "report"},
         {"training", "evaluation", "figures", "runs"},
         {"bench", "demo", "grid"},
         {"cost", "reproduce"},
