@@ -1,4 +1,4 @@
-"""ALiBi against the slopes and the bias of Press et al. 2022 (arXiv 2108.12409, section 3, and their code)."""
+"""ALiBi against Press et al. 2022 (arXiv 2108.12409, section 3, and their code) and transformers."""
 
 import math
 from itertools import pairwise
@@ -6,6 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import BloomConfig
+from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
 
 from tra.attention.alibi import LinearBiasAttention, head_slopes
 
@@ -59,3 +61,18 @@ def test_weights_of_equal_scores_fall_by_the_slope_at_every_step() -> None:
     last = attention.weights(torch.randn(1, 10, 32, dtype=torch.float64))[0, :, -1]
     for head in range(8):
         assert_close(last[head].log().diff(), torch.full((9,), 2.0 ** -(head + 1), dtype=torch.float64))
+
+
+@torch.no_grad()
+def test_output_equals_bloom() -> None:
+    """Its bias grows with the key's position, which softmax cannot tell from ours; slopes and softmax in float32."""
+    ours = LinearBiasAttention(30, 6, qk_norm=False).double().eval()
+    theirs = BloomAttention(BloomConfig(hidden_size=30, n_head=6), layer_idx=0).double().eval()
+    by_head = [projection.weight.unflatten(0, (6, 5)) for projection in (ours.query, ours.key, ours.value)]
+    theirs.query_key_value.weight.copy_(torch.stack(by_head, dim=1).flatten(0, 2))
+    theirs.query_key_value.bias.zero_()
+    theirs.dense.load_state_dict(ours.output.state_dict())
+    x = torch.randn(2, 40, 30, dtype=torch.float64)
+    bias = build_alibi_tensor(torch.ones(2, 40), 6, torch.float64)
+    later = torch.full((40, 40), -math.inf).triu(1)
+    assert_close(ours(x), theirs(x, torch.zeros_like(x), bias, later)[0], rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Differential attention against the equations of Ye et al. 2024 (arXiv 2410.05258), as loops."""
+"""Differential attention against the equations of Ye et al. 2024 (arXiv 2410.05258), as loops, and transformers."""
 
 import math
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from transformers import DiffLlamaConfig
+from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 
 from tra.attention.differential import DifferentialAttention
 
@@ -102,3 +104,31 @@ def test_wrong_argument_is_named() -> None:
         DifferentialAttention(24, 4)
     with pytest.raises(ValueError, match=r"lambda_start must be in \[0, 1\), got 1.0"):
         DifferentialAttention(WIDTH, HEADS, lambda_start=1.0)
+
+
+@torch.no_grad()
+def test_output_equals_diffllama() -> None:
+    """Its heads are our halves, all first ones before all second ones; angles and lambda in float32.
+
+    As in the paper, lambda's start depends on the layer; unlike the authors' code, its norm has no learned scale.
+    """
+    ours = build(kv_heads=2, qk_norm=False, lambda_start=0.8 - 0.6 * math.exp(-0.3 * 2))
+    ours.norm.weight.fill_(1.0)
+    config = DiffLlamaConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=HALF,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        attn_implementation="sdpa",
+    )
+    theirs = DiffLlamaAttention(config, layer_idx=2).double().eval()
+    pairs = (theirs.q_proj, ours.query), (theirs.k_proj, ours.key), (theirs.v_proj, ours.value)
+    for their_projection, projection in pairs:
+        their_projection.weight.copy_(projection.weight.unflatten(0, (-1, 2, HALF)).transpose(0, 1).flatten(0, 2))
+    theirs.o_proj.weight = ours.output.weight
+    (theirs.lambda_q1.data, theirs.lambda_k1.data), (theirs.lambda_q2.data, theirs.lambda_k2.data) = ours.lambdas
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    turned = DiffLlamaRotaryEmbedding(config)(x, torch.arange(LENGTH)[None])
+    assert_close(ours(x), theirs(x, turned)[0] + ours.output.bias, rtol=0, atol=1e-5)

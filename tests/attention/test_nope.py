@@ -1,10 +1,12 @@
-"""NoPE against softmax attention written out in loops, and Theorem 1 of Kazemnejad et al. 2023 (arXiv 2305.19466)."""
+"""NoPE against loops, transformers, and Theorem 1 of Kazemnejad et al. 2023 (arXiv 2305.19466)."""
 
 import math
 
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from transformers import SmolLM3Config
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 
 from tra.attention.nope import UnpositionedAttention
 
@@ -55,3 +57,15 @@ def test_order_of_earlier_tokens_is_invisible() -> None:
     x = torch.randn(1, 11, 16, dtype=torch.float64)
     shuffled = torch.cat([x[:, torch.randperm(10)], x[:, 10:]], dim=1)
     assert_close(attention(shuffled)[:, 10], attention(x)[:, 10])
+
+
+@torch.no_grad()
+def test_output_equals_smollm3() -> None:
+    """Every fourth of its layers has no positions."""
+    ours = UnpositionedAttention(32, 4, 2, qk_norm=False).double().eval()
+    config = SmolLM3Config(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa")
+    theirs = SmolLM3Attention(config, layer_idx=3).double().eval()
+    theirs.q_proj.weight, theirs.k_proj.weight = ours.query.weight, ours.key.weight
+    theirs.v_proj.weight, theirs.o_proj.weight = ours.value.weight, ours.output.weight
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    assert_close(ours(x), theirs(x, position_embeddings=None, attention_mask=None)[0] + ours.output.bias)

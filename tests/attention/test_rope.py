@@ -1,9 +1,11 @@
-"""RoPE against its definition: complex numbers turned by position times frequency."""
+"""RoPE against its definition, complex numbers turned by position times frequency, and against transformers."""
 
 import math
 
 import torch
 from torch.testing import assert_close
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 from tra.attention.rope import RotaryAttention, rotate, rotation
 
@@ -50,3 +52,24 @@ def test_angles_stay_exact_at_far_positions() -> None:
     cosine, sine = rotation(10**7, 10**7 + 1, 2, 500_000.0)
     assert cosine.item() == math.cos(10**7)
     assert sine.item() == math.sin(10**7)
+
+
+@torch.no_grad()
+def test_output_equals_qwen3() -> None:
+    """It normalises queries and keys as we do, and halves a head as we do; norm and angles in float32."""
+    ours = RotaryAttention(32, 4, 2).double().eval()
+    config = Qwen3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        attn_implementation="sdpa",
+    )
+    theirs = Qwen3Attention(config, layer_idx=0).double().eval()
+    theirs.q_proj.weight, theirs.k_proj.weight = ours.query.weight, ours.key.weight
+    theirs.v_proj.weight, theirs.o_proj.weight = ours.value.weight, ours.output.weight
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    turned = Qwen3RotaryEmbedding(config)(x, torch.arange(40)[None])
+    assert_close(ours(x), theirs(x, turned, attention_mask=None)[0] + ours.output.bias, rtol=0, atol=1e-6)

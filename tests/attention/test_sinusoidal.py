@@ -1,10 +1,11 @@
-"""Sinusoidal positions against the formulas of Vaswani et al. 2017 (arXiv 1706.03762, section 3.5)."""
+"""Sinusoidal positions against the formulas of Vaswani et al. 2017 (arXiv 1706.03762, section 3.5) and libraries."""
 
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
+from transformers.models.ctrl.modeling_ctrl import positional_encoding
 
 from tra.attention.sinusoidal import SinusoidalAttention, sinusoids
 
@@ -62,3 +63,16 @@ def test_positions_restart_in_packed_documents_and_skip_padding() -> None:
     for document in (0, 1):
         kept = mask & (documents == document)
         assert_close(out[kept], published(attention, x[kept]))
+
+
+@torch.no_grad()
+def test_output_equals_the_positions_of_ctrl_through_the_attention_of_torch() -> None:
+    """CTRL has all sines before all cosines, and adds them to the embedding; the table is what can be compared."""
+    ours = SinusoidalAttention(32, 4, qk_norm=False).double().eval()
+    theirs = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64).eval()
+    theirs.in_proj_weight.copy_(torch.cat([ours.query.weight, ours.key.weight, ours.value.weight]))
+    theirs.out_proj.load_state_dict(ours.output.state_dict())
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    located = x + positional_encoding(40, 32, torch.float64).unflatten(1, (2, 16)).mT.flatten(1)
+    later = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    assert_close(ours(x), theirs(located, located, x, attn_mask=later, need_weights=False)[0])

@@ -1,4 +1,4 @@
-"""T5's bias against the bucketing of the authors' mesh-tensorflow code (Raffel et al. 2020, arXiv 1910.10683)."""
+"""T5's bias against the authors' mesh-tensorflow code (Raffel et al. 2020, arXiv 1910.10683) and transformers."""
 
 import math
 
@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
+from transformers import T5Config
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from tra.attention.t5 import BucketBiasAttention, bucket_of
 
@@ -56,3 +58,26 @@ def test_output_equals_the_loops() -> None:
             for j in range(i + 1):
                 mixed[i, own] += raw[j] / sum(raw) * value[j]
     assert_close(attention(x[None])[0], mixed @ attention.output.weight.T + attention.output.bias)
+
+
+@torch.no_grad()
+def test_output_equals_transformers() -> None:
+    """T5 does not divide scores by sqrt(D), so its queries are made smaller by that."""
+    ours = BucketBiasAttention(32, 4, buckets=8, max_distance=20, qk_norm=False).double().eval()
+    ours.bias.weight.normal_()
+    config = T5Config(
+        d_model=32,
+        d_kv=8,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+        is_decoder=True,
+        attn_implementation="eager",
+    )
+    theirs = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).double().eval()
+    theirs.q.weight.copy_(ours.query.weight / math.sqrt(8))
+    theirs.k.weight, theirs.v.weight, theirs.o.weight = ours.key.weight, ours.value.weight, ours.output.weight
+    theirs.relative_attention_bias.weight = ours.bias.weight
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    later = torch.full((1, 1, 40, 40), -math.inf).triu(1)
+    assert_close(ours(x), theirs(x, mask=later)[0] + ours.output.bias)
