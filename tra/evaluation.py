@@ -1,8 +1,9 @@
-"""Measuring a model on a task: full-sequence exact match."""
+"""Measuring a model on a task: full-sequence exact match, or the perplexity of text."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from tra.recipes import Evaluation, Recipe
 from tra.tasks import Batch, Task
 
 TOKENS_PER_BATCH = 16_384
+LOGITS_PER_BATCH = 1 << 27
 TOKENS_PER_PIECE = 512
 """Long sequences are read piece by piece through the cache, so that memory stays linear in the length."""
 
@@ -24,7 +26,7 @@ def evaluate_all(
     model: Decoder, recipe: Recipe, evaluations: Sequence[Evaluation], console: Console
 ) -> list[dict[str, Any]]:
     """Measure a model on several sets, printing a line for each length as it is done."""
-    task = recipe.build_task()
+    task = recipe.build_task(console)
     for name in {evaluation.name for evaluation in evaluations}:
         lookup(task.evaluation_sets(), name, "evaluation set")
     results: list[dict[str, Any]] = []
@@ -32,10 +34,10 @@ def evaluate_all(
     with progress(console, f"evaluating {attention}", len(evaluations), "set") as update:
         for done, evaluation in enumerate(evaluations, 1):
             results.append(evaluate(model, task, evaluation))
-            update(done, exact_match=results[-1]["exact_match"])
+            update(done, **{task.measure: results[-1][task.measure]})
             if done == len(evaluations) or evaluations[done].length != evaluation.length:
                 row = [result for result in results if result["length"] == evaluation.length]
-                cells = "  ".join(f"{result['set']} {result['exact_match']:.3f}" for result in row)
+                cells = "  ".join(f"{set_of(result)} {result[task.measure]:.3f}" for result in row)
                 console.print(f"{attention:>6} at {evaluation.length:>6,} {task.unit}:  {cells}", highlight=False)
     return results
 
@@ -57,46 +59,93 @@ def evaluate(model: Decoder, task: Task, evaluation: Evaluation) -> dict[str, An
 
     A sequence matches when every token that counts is the model's most probable one.
     """
-    batch = max(1, TOKENS_PER_BATCH // evaluation.length)
-    batches = task.evaluation_batches(evaluation.name, evaluation.length, evaluation.examples, batch)
-    return {
-        "set": evaluation.name,
-        "length": evaluation.length,
-        "examples": evaluation.examples,
-        **score(model, batches),
-    }
+    name, length, examples = evaluation.name, evaluation.length, evaluation.examples
+    tokens = min(TOKENS_PER_BATCH, LOGITS_PER_BATCH // model.config.vocabulary)
+    batches = task.evaluation_batches(name, length, examples, max(1, tokens // length), evaluation.stride)
+    about = {"set": name, "length": length, "examples": examples}
+    if task.measure == "perplexity":
+        extent = task.extent(name, length, examples)
+        return {**about, "stride": evaluation.stride, **perplexity(model, batches, *extent)}
+    return {**about, **score(model, batches)}
 
 
-@torch.inference_mode()
+def set_of(result: Mapping[str, Any]) -> str:
+    """The name of a result's set, with the stride of sliding windows."""
+    return result["set"] + (f" (stride {result['stride']})" if result.get("stride") else "")
+
+
 def score(model: Decoder, batches: Iterable[Batch]) -> dict[str, float]:
     """Exact match over sequences, accuracy and loss over tokens that count."""
-    device = model.head.weight.device
-    was_training = model.training
-    model.eval()
     sequences = matches = tokens = correct = 0
     loss = 0.0
-    for batch in batches:
-        batch = batch.to(device)
-        right, batch_loss = _read(model, batch)
-        counted = batch.counted[:, 1:]
-        sequences += len(batch)
-        matches += int((right | ~counted).all(dim=1).sum())
-        tokens += int(counted.sum())
-        correct += int((right & counted).sum())
-        loss += batch_loss
-    model.train(was_training)
+    for reading in read(model, batches):
+        sequences += len(reading.right)
+        matches += int((reading.right | ~reading.counted).all(dim=1).sum())
+        tokens += int(reading.counted.sum())
+        correct += int((reading.right & reading.counted).sum())
+        loss += reading.loss.sum(dtype=torch.float64).item()
     return {"exact_match": matches / sequences, "token_accuracy": correct / tokens, "loss": loss / tokens}
 
 
-def _read(model: Decoder, batch: Batch) -> tuple[Tensor, float]:
-    """Whether each token after the first is predicted, and the summed loss of those that count."""
+def perplexity(model: Decoder, batches: Iterable[Batch], words: int, size: int) -> dict[str, Any]:
+    """Perplexity per token, word and byte of a text, and the mean loss by position in the window.
+
+    Positions are gathered between powers of two: entry k is of those from 2^k (from 0 for the first) up to 2^(k+1).
+    """
+    tokens, loss = 0, 0.0
+    summed = torch.zeros(64, dtype=torch.float64)
+    count = torch.zeros(64, dtype=torch.int64)
+    for reading in read(model, batches):
+        tokens += int(reading.counted.sum())
+        loss += reading.loss.sum(dtype=torch.float64).item()
+        place = torch.arange(reading.loss.shape[1], dtype=torch.float64).clamp(min=1).log2().floor().long()
+        summed.index_add_(0, place, reading.loss.sum(dim=0, dtype=torch.float64).cpu())
+        count.index_add_(0, place, reading.counted.sum(dim=0).cpu())
+    used = int(count.nonzero().max()) + 1
+    return {
+        "tokens": tokens,
+        "words": words,
+        "bytes": size,
+        "loss": loss / tokens,
+        "perplexity": math.exp(loss / tokens),
+        "perplexity_per_word": math.exp(loss / words),
+        "perplexity_per_byte": math.exp(loss / size),
+        "loss_by_position": [
+            round(total / number, 6) if number else None
+            for total, number in zip(summed[:used].tolist(), count[:used].tolist(), strict=True)
+        ],
+    }
+
+
+class Reading(NamedTuple):
+    """What a model makes of a batch, for each token but the first: ``[B, L - 1]``."""
+
+    right: Tensor
+    """Whether it is the most probable one."""
+    loss: Tensor
+    """Its negative log-probability, 0 where it does not count."""
+    counted: Tensor
+
+
+@torch.inference_mode()
+def read(model: Decoder, batches: Iterable[Batch]) -> Iterator[Reading]:
+    """Read batches in evaluation mode."""
+    device = model.head.weight.device
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            yield _read(model, batch.to(device))
+    finally:
+        model.train(was_training)
+
+
+def _read(model: Decoder, batch: Batch) -> Reading:
     inputs, targets, counted = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.counted[:, 1:]
     cache = model.new_cache() if inputs.shape[1] > TOKENS_PER_PIECE else None
-    right, loss = [], 0.0
-    for piece, target, counts in zip(
-        *(x.split(TOKENS_PER_PIECE, dim=1) for x in (inputs, targets, counted)), strict=True
-    ):
+    right, loss = [], []
+    for piece, target in zip(*(x.split(TOKENS_PER_PIECE, dim=1) for x in (inputs, targets)), strict=True):
         logits = model(piece, cache=cache).float()
         right.append(logits.argmax(dim=-1) == target)
-        loss += F.cross_entropy(logits[counts], target[counts], reduction="sum").item()
-    return torch.cat(right, dim=1), loss
+        loss.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target))
+    return Reading(torch.cat(right, dim=1), torch.cat(loss, dim=1).masked_fill(~counted, 0.0), counted)

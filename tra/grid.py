@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from tra.errors import Interrupted, RunError
-from tra.evaluation import evaluate_all
+from tra.evaluation import evaluate_all, set_of
 from tra.files import write_whole
 from tra.progress import progress
 from tra.recipes import Recipe
@@ -153,7 +153,8 @@ def _report(cell: Cell, code: int | None, seconds: float, console: Console) -> N
                 reason += f" ({error})"
         console.print(f"{cell.label}: failed: {reason}", style="red", markup=False, highlight=False)
         return
-    shown = "  ".join(f"{result['set']}@{result['length']} {result['exact_match']:.2f}" for result in results)
+    measure = cell.recipe.build_task().measure
+    shown = "  ".join(f"{set_of(result)}@{result['length']} {result[measure]:.2f}" for result in results)
     console.print(f"{cell.label}: {shown} ({seconds:.0f} s)", markup=False, highlight=False)
 
 

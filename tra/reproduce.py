@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from tra.figures import accuracy_by_length, attention_heatmap
 from tra.files import write_whole
 from tra.grid import Cell, run_all
 from tra.lookup import lookup
-from tra.recipes import Recipe, figure1, table1, tuning
+from tra.recipes import Recipe, figure1, figure2, table1, tuning
 from tra.report import Result, comparison_csv, comparison_tables, environment, spread, write_json
 from tra.runs import load_model
 from tra.tasks.base import seeded
@@ -40,6 +40,8 @@ class Reproduction:
     seeds: int
     """As many as it needs, unless asked for others."""
     draw: Callable[[Measured, Path], None]
+    small_rates: Mapping[str, float] = field(default_factory=dict)
+    """Learning rates tuned for a mechanism, at the small scale."""
 
 
 def reproduce(
@@ -115,7 +117,7 @@ def cells_of(reproduction: Reproduction, folder: Path, scale: str, seeds: int, a
     columns: dict[str, Recipe] = getattr(reproduction.recipes, scale)()
     for entry in attention:
         lookup(MECHANISMS, entry, "attention")
-    tuned = table1.LEARNING_RATES if scale == "small" and reproduction.recipes is not tuning else {}
+    tuned = reproduction.small_rates if scale == "small" else {}
     cells = []
     for seed in range(seeds):
         for column, recipe in columns.items():
@@ -198,8 +200,14 @@ def draw_attention(measured: Measured, folder: Path) -> None:
     attention_heatmap(weights, symbols, folder / "attention.png")
 
 
+def draw_perplexity(measured: Measured, folder: Path) -> None:
+    """`table.md`, `table.csv`, perplexity against window and loss against position as figures."""
+    raise NotImplementedError
+
+
 REPRODUCTIONS: dict[str, Reproduction] = {
-    "table1": Reproduction(table1, tuple(MECHANISMS), 3, draw_table),
+    "table1": Reproduction(table1, tuple(MECHANISMS), 3, draw_table, table1.LEARNING_RATES),
     "tuning": Reproduction(tuning, tuple(MECHANISMS), 1, draw_tuning),
-    "figure1": Reproduction(figure1, ("tra", "fot"), 1, draw_attention),
+    "figure1": Reproduction(figure1, ("tra", "fot"), 1, draw_attention, table1.LEARNING_RATES),
+    "figure2": Reproduction(figure2, ("tra", "rope", "nope", "alibi", "fot", "cope"), 2, draw_perplexity),
 }

@@ -52,6 +52,8 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tenso
             f"batch must be a multiple of processes x accumulate = "
             f"{accelerator.num_processes} x {recipe.accumulate}, got {recipe.batch}"
         )
+    if recipe.text is not None:
+        recipe.check_task(console if accelerator.is_main_process else None)
     with _claimed(folder) if accelerator.is_main_process else nullcontext():
         run = _Run(recipe, folder, accelerator, console, tensorboard)
         if accelerator.is_main_process:
@@ -68,6 +70,7 @@ class _Run:
         self.checkpoints = folder / "checkpoints"
         torch.manual_seed(seed_of("weights", recipe.seed))
         self.model = Decoder(recipe.model)
+        self.model.checkpoint_blocks = recipe.gradient_checkpointing
         optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=recipe.learning_rate,
@@ -191,9 +194,10 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 
 def summed_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy summed over the tokens that count."""
-    logits = model(batch.tokens[:, :-1])
-    counted = batch.counted[:, 1:]
-    return F.cross_entropy(logits[counted].float(), batch.tokens[:, 1:][counted], reduction="sum")
+    logits, targets, counted = model(batch.tokens[:, :-1]), batch.tokens[:, 1:], batch.counted[:, 1:]
+    every = bool(counted.all())  # text, whose logits are too large to be copied for nothing
+    logits, targets = (x.flatten(0, 1) if every else x[counted] for x in (logits, targets))
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
 def training_batches(recipe: Recipe) -> Callable[[int], Batch]:

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import tyro
@@ -12,6 +12,9 @@ from tra.model import DecoderConfig
 from tra.tasks import TASKS, Task
 from tra.tasks.strings import StringTask
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -20,7 +23,22 @@ class Evaluation:
     name: str
     length: int
     """In the task's unit: tokens, or symbols of the string."""
-    examples: int
+    examples: int | None
+    """Sequences; of a text None means all of it."""
+    stride: int | None = None
+    """Of a text: how far windows move on; by default they lie side by side."""
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Which text a language model is trained and measured on."""
+
+    train: str = "wikitext-103"
+    """wikitext-103 or wikitext-2 (looked for in the folder $TRA_DATA, then on the hub), or a folder of text files."""
+    evaluation: str | None = None
+    """The text to be measured on; that to train on by default."""
+    tokenizer: str = "gpt2"
+    """gpt2, a folder that holds a tokenizer, or bpe-N: a byte-level BPE of N tokens trained on the training text."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +49,7 @@ class Recipe:
     """What the run is called."""
     model: DecoderConfig
     task: str
-    """Name of the task to train on."""
+    """Name of the task to train on; "text" for language modelling."""
     length: int
     """Of training sequences, in the task's unit; string tasks mix all lengths up to this one."""
     steps: int
@@ -39,6 +57,8 @@ class Recipe:
     """Sequences per step, over all processes."""
     learning_rate: float
     seed: int = 0
+    text: Annotated[TextData | None, tyro.conf.AvoidSubcommands] = None
+    """What to read, where the task is text."""
     alphabet: int | None = None
     """Number of symbols of a string task; the task's own by default."""
     data: str = "fresh"
@@ -57,6 +77,8 @@ class Recipe:
     """Pieces into which a process divides its part of the batch, to save memory."""
     precision: Literal["no", "bf16"] = "no"
     """Mixed precision."""
+    gradient_checkpointing: bool = False
+    """Compute each block again in the backward pass instead of keeping what it computed, to save memory."""
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
@@ -77,18 +99,30 @@ class Recipe:
             raise ValueError(f"clip must be positive, got {self.clip!r}")
         if self.data == "fixed" and (self.examples is None or self.examples < self.batch):
             raise ValueError(f"examples must be at least the batch of {self.batch} for fixed data, got {self.examples}")
-        task = self.build_task()
-        if self.model.vocabulary < len(task.symbols):
+        if (self.task == "text") != (self.text is not None):
+            raise ValueError(f"text must be given for the task text and for no other, got {self.text} for {self.task}")
+        if self.text is None:
+            self.check_task()
+        elif self.data != "fresh" or self.alphabet is not None:
+            raise ValueError(f"data and alphabet must be left alone for text, got {self.data!r} and {self.alphabet}")
+
+    def check_task(self, console: "Console | None" = None) -> None:
+        """Refuse now, not after training, what the task cannot have. Reads the text, where the task is one."""
+        task = self.build_task(console)
+        if self.model.vocabulary < task.vocabulary:
             raise ValueError(
-                f"model.vocabulary must be at least {len(task.symbols)} for {self.task}, got {self.model.vocabulary}"
+                f"model.vocabulary must be at least {task.vocabulary} for {self.task}, got {self.model.vocabulary}"
             )
-        # One sequence of each length, so that a length the task cannot have is refused now and not after training.
         task.sample(torch.Generator(), 1, self.length)
         for entry in self.evaluations:
-            lookup(task.evaluation_sets(), entry.name, "evaluation set").sample(torch.Generator(), 1, entry.length)
+            next(task.evaluation_batches(entry.name, entry.length, entry.examples, 1, entry.stride))
 
-    def build_task(self) -> Task:
-        """The task to train on and be measured on."""
+    def build_task(self, console: "Console | None" = None) -> Task:
+        """The task to train on and be measured on. A text is not read before it is needed; the console shows that."""
+        if self.text is not None:
+            from tra.text import Text
+
+            return Text(self.text.train, self.text.evaluation, self.text.tokenizer, console)
         task = lookup(TASKS, self.task, "task")
         if self.alphabet is None:
             return task
@@ -103,5 +137,7 @@ class Recipe:
     def from_json(cls, text: str) -> "Recipe":
         fields: dict[str, Any] = json.loads(text)
         fields["model"] = DecoderConfig(**fields["model"])
+        if fields.get("text") is not None:
+            fields["text"] = TextData(**fields["text"])
         fields["evaluations"] = tuple(Evaluation(**entry) for entry in fields["evaluations"])
         return cls(**fields)

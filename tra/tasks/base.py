@@ -43,6 +43,8 @@ class Task(ABC):
     """Raised whenever the same generator would give other sequences."""
     unit: ClassVar[str] = "tokens"
     """What a length counts."""
+    measure: ClassVar[str] = "exact_match"
+    """What says how well a model does: exact_match of whole sequences, or perplexity."""
     separator: ClassVar[str] = ""
     """Between symbols when a sequence is written out."""
 
@@ -50,6 +52,15 @@ class Task(ABC):
     @abstractmethod
     def symbols(self) -> Sequence[str]:
         """The vocabulary: token i is written as ``symbols[i]``."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens."""
+        return len(self.symbols)
+
+    def extent(self, name: str, length: int, examples: int | None) -> tuple[int, int]:
+        """Words and bytes of what an evaluation reads, where the measure is perplexity."""
+        raise NotImplementedError
 
     @abstractmethod
     def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
@@ -64,10 +75,14 @@ class Task(ABC):
         others are named as the evaluation sets."""
         raise ValueError(f"data must be 'fresh' or 'fixed': there is no published copy of {self.name}")
 
-    def evaluation_batches(self, name: str, length: int, examples: int, batch: int) -> Iterator[Batch]:
+    def evaluation_batches(
+        self, name: str, length: int, examples: int | None, batch: int, stride: int | None = None
+    ) -> Iterator[Batch]:
         """The first ``examples`` sequences of a named set, which depends on the name and length alone."""
-        if examples < 1:
+        if examples is None or examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}")
+        if stride is not None:
+            raise ValueError(f"stride must be None for {self.name}, which is no text, got {stride}")
         task = lookup(self.evaluation_sets(), name, "evaluation set")
         for start in range(0, examples, CHUNK):
             rng = seeded(self.name, self.version, "evaluation", name, length, start)

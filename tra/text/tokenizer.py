@@ -1,0 +1,79 @@
+"""Tokenizers: GPT-2's from the hub or a folder, or a byte-level BPE of any size trained on the text at hand."""
+
+import hashlib
+from pathlib import Path
+
+from filelock import FileLock
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tra.errors import RunError
+from tra.files import write_whole
+from tra.text.source import Source, local
+
+PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+"""Names of the vocabulary and the merges of a byte-level BPE in a folder."""
+
+END = "<|endoftext|>"
+VERSION = 1
+"""Raised whenever the same text would give another tokenizer."""
+
+
+def load_tokenizer(name: str, source: Source, cache: Path) -> Tokenizer:
+    """The tokenizer that a name stands for.
+
+    Args:
+        name: "gpt2" from the hub; a folder that holds `tokenizer.json`, `encoder.json` and `vocab.bpe`, or `vocab.json`
+            and `merges.txt`; or "bpe-N", a byte-level BPE of N tokens trained on the source's training split.
+        source: the text to train on.
+        cache: folder for a trained tokenizer, which is trained once.
+    """
+    if name.startswith("bpe-"):
+        return _trained(name, source, cache)
+    folder = local(name) or Path(name)
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for vocabulary, merges in PAIRS:
+        if (folder / vocabulary).is_file() and (folder / merges).is_file():
+            return _byte_level(models.BPE.from_file(str(folder / vocabulary), str(folder / merges)))
+    if name == "gpt2":
+        try:
+            return Tokenizer.from_pretrained("gpt2")
+        except Exception as error:  # the hub's library raises many kinds
+            raise RunError(
+                f"GPT-2's tokenizer could not be had from the hub ({type(error).__name__}). Offline, give a folder "
+                f"with encoder.json and vocab.bpe, or set TRA_DATA to a folder that holds it as gpt2"
+            ) from error
+    raise ValueError(
+        f"tokenizer must be gpt2, bpe-N, or a folder with tokenizer.json or encoder.json and vocab.bpe, got {name!r}"
+    )
+
+
+def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
+    size = name.removeprefix("bpe-")
+    if not size.isdecimal() or int(size) < 257:
+        raise ValueError(f"tokenizer must be bpe-N with N at least 257, the bytes and an end of text, got {name!r}")
+    key = hashlib.sha256(repr((VERSION, name, source.fingerprint("train"))).encode()).hexdigest()[:16]
+    path = cache / f"{name}-{key}.json"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f".{path.name}.lock"):
+        if not path.exists():
+            tokenizer = _byte_level(models.BPE())
+            trainer = trainers.BpeTrainer(
+                vocab_size=int(size),
+                special_tokens=[END],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            )
+            tokenizer.train_from_iterator(source.pieces("train"), trainer)
+            write_whole(path, tokenizer.to_str())
+    return Tokenizer.from_file(str(path))
+
+
+def _byte_level(model: models.BPE) -> Tokenizer:
+    """GPT-2's way around a BPE: its pattern, bytes as characters, nothing added."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id(END) is not None:
+        tokenizer.add_special_tokens([AddedToken(END)])
+    return tokenizer
