@@ -58,7 +58,7 @@ class TraConfig(transformers.PreTrainedConfig):
     """
 
     model_type = "tra"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     vocab_size: int = SIZES["medium"].vocabulary
     num_hidden_layers: int = DecoderConfig.layers
