@@ -406,7 +406,7 @@ def test_loading_runs_no_code_that_a_folder_holds(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_labels_count_from_the_second_on_and_100_below_zero_not_at_all() -> None:
+def test_the_loss_is_that_of_the_next_token_and_leaves_out_minus_100() -> None:
     model, tokens = build(), prompt(batch=3, length=9)
     labels = tokens.clone()
     labels[0, :4] = -100

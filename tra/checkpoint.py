@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,21 +97,37 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state under names such as ``exp_avg/blocks.0.mlp.expand.weight``."""
-    return {
-        f"{kind}/{name}": tensor
-        for name, parameter in model.named_parameters()
-        for kind, tensor in optimizer.state[parameter].items()
-    }
+def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The parts to save, whole and on the CPU, however model and optimizer are divided among processes.
+
+    Every process must call this; only the first is given the tensors. The optimizer's have names such as
+    ``exp_avg/blocks.0.mlp.expand.weight``.
+    """
+    # Imported here, as below: it takes a second that only training should pay.
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    moments: Mapping[str, Mapping[str, Tensor]] = state.get("state", {})  # type: ignore[assignment]
+    named = {f"{kind}/{name}": tensor for name, kinds in moments.items() for kind, tensor in kinds.items()}
+    return {"model": weights, "optimizer": named}
 
 
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    for key, tensor in tensors.items():
+def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint into model and optimizer, each process taking its share. Every process must call this."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    moments: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, tensor in found.tensors("optimizer").items():
         kind, name = key.split("/", 1)
-        parameter = parameters[name]
-        optimizer.state[parameter][kind] = tensor.to(parameter.device)
+        moments[name][kind] = tensor
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=found.tensors("model"),
+        optim_state_dict={"state": moments, "param_groups": []},
+        options=StateDictOptions(full_state_dict=True),
+    )
 
 
 def _verified(path: Path) -> Checkpoint:

@@ -62,16 +62,18 @@ class Resume:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Measure a trained run: full-sequence exact match on named, fixed sets."""
+    """Measure a trained run: full-sequence exact match on named, fixed sets, or the perplexity of text."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run folder."""
     sets: tuple[str, ...] = ()
     """Names of evaluation sets; those of the recipe by default."""
     lengths: tuple[int, ...] = ()
-    """Lengths in tokens; those of the recipe by default."""
+    """Lengths in the task's unit, windows in tokens for text; those of the recipe by default."""
     examples: int | None = None
-    """Sequences per set; as many as the recipe says by default, else 100."""
+    """Sequences per set; as many as the recipe says by default, else 100, or all of a text."""
+    stride: int | None = None
+    """Of a text: let windows overlap and move on by this many tokens; without it they lie side by side."""
     data: str | None = None
     """Instead of generated sets, the published copy: "hub", or a folder that holds it."""
     json: bool = False
@@ -224,30 +226,39 @@ def _train(arguments: list[str]) -> int:
 def _evaluate(arguments: list[str]) -> int:
     options = tyro.cli(Evaluate, args=arguments, prog="tra evaluate")
     from tra.evaluation import evaluate_all, evaluate_published
-    from tra.report import environment, exact_match_table
+    from tra.report import environment, results_table
     from tra.runs import load_model, load_recipe, store_results
 
     recipe = load_recipe(options.run)
-    known = {(entry.name, entry.length): entry.examples for entry in recipe.evaluations}
-    names = options.sets or tuple(dict.fromkeys(name for name, _ in known))
-    lengths = options.lengths or tuple(dict.fromkeys(length for _, length in known))
+    own = [entry for entry in recipe.evaluations if entry.stride == options.stride]
+    known = {(entry.name, entry.length): entry.examples for entry in own}
+    names = options.sets or tuple(dict.fromkeys(entry.name for entry in own or recipe.evaluations))
+    lengths = options.lengths or tuple(dict.fromkeys(entry.length for entry in own or recipe.evaluations))
     if not names or not (lengths or options.data):
         raise ValueError(f"sets and lengths must be given: the recipe of {options.run} names none")
     console = Console(quiet=True) if options.json else _console()
     model, step = load_model(options.run)
     if step < recipe.steps:
         print(f"tra: warning: the run is at step {step} of {recipe.steps}", file=sys.stderr)
-    custom = options.sets or options.lengths or options.examples is not None or options.data is not None
+    custom = any((options.sets, options.lengths, options.examples is not None, options.data, options.stride))
     if options.data is not None:
         folder = None if options.data == "hub" else Path(options.data)
         results = evaluate_published(model, recipe.build_task(), names, folder)
-    else:
+    elif custom:
+        usual = 100 if recipe.text is None else None
         evaluations = [
-            Evaluation(name, length, known.get((name, length), 100) if options.examples is None else options.examples)
+            Evaluation(
+                name,
+                length,
+                known.get((name, length), usual) if options.examples is None else options.examples,
+                options.stride,
+            )
             for length in lengths
             for name in names
         ]
         results = evaluate_all(model, recipe, evaluations, console)
+    else:
+        results = evaluate_all(model, recipe, recipe.evaluations, console)
     if custom:
         content = {"step": step, "environment": environment(), "results": results}
     else:
@@ -255,7 +266,7 @@ def _evaluate(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(content, indent=2))
     else:
-        print(exact_match_table({recipe.model.attention: results}), end="")
+        print(results_table(recipe.model.attention, results), end="")
     return 0
 
 
@@ -336,7 +347,8 @@ def _list(arguments: list[str]) -> int:
         "implementations": {"cpu": kernel, "reference": "plain PyTorch, any device and floating dtype"},
         "recipes": {name: _outline(recipe()) for name, recipe in RECIPES.items()},
         "attention": {name: first_line(mechanism) for name, mechanism in MECHANISMS.items()},
-        "tasks": {name: first_line(sys.modules[type(task).__module__]) for name, task in TASKS.items()},
+        "tasks": {name: first_line(sys.modules[type(task).__module__]) for name, task in TASKS.items()}
+        | {"text": "Language modelling: predict the next token of real text."},
         "sizes": {
             name: f"{size.layers} layers, {size.heads} heads, width {size.width}" for name, size in SIZES.items()
         },
@@ -353,7 +365,8 @@ def _list(arguments: list[str]) -> int:
 
 
 def _outline(recipe: Recipe) -> str:
-    model, unit = recipe.model, recipe.build_task().unit
+    model = recipe.model
+    unit = "tokens" if recipe.text else recipe.build_task().unit  # a text's task needs more than a list should
     return (
         f"{recipe.task}, up to {recipe.length} {unit}; {model.layers} layers, width {model.width}; "
         f"{recipe.steps:,} steps of {recipe.batch}"

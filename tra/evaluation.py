@@ -1,7 +1,7 @@
 """Measuring a model on a task: full-sequence exact match, or the perplexity of text."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from tra.lookup import lookup
 from tra.model import Decoder
 from tra.progress import progress
 from tra.recipes import Evaluation, Recipe
+from tra.report import set_of
 from tra.tasks import Batch, Task
 
 TOKENS_PER_BATCH = 16_384
@@ -67,11 +68,6 @@ def evaluate(model: Decoder, task: Task, evaluation: Evaluation) -> dict[str, An
         extent = task.extent(name, length, examples)
         return {**about, "stride": evaluation.stride, **perplexity(model, batches, *extent)}
     return {**about, **score(model, batches)}
-
-
-def set_of(result: Mapping[str, Any]) -> str:
-    """The name of a result's set, with the stride of sliding windows."""
-    return result["set"] + (f" (stride {result['stride']})" if result.get("stride") else "")
 
 
 def score(model: Decoder, batches: Iterable[Batch]) -> dict[str, float]:

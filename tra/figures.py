@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -25,39 +26,83 @@ def accuracy_by_length(
     Several results of one set and length are several seeds: the line is their mean, the band their range.
     """
     names = list(dict.fromkeys(result["set"] for entries in results.values() for result in entries))
-    lengths = sorted({result["length"] for entries in results.values() for result in entries})
     figure = Figure(figsize=(3.4 * len(names) + 1.6, 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    colours = matplotlib.colormaps["tab20" if len(results) > 10 else "tab10"]
     for panel, name in zip(panels, names, strict=True):
-        for index, (attention, entries) in enumerate(results.items()):
-            points: dict[int, list[float]] = {}
-            for result in entries:
-                if result["set"] == name:
-                    points.setdefault(result["length"], []).append(result["exact_match"])
-            at = sorted(points)
-            colour, ours = colours(index % colours.N), attention == "tra"
-            panel.plot(
-                at,
-                [sum(points[length]) / len(points[length]) for length in at],
-                marker="os^DvP*X"[index % 8],
-                markersize=4,
-                linewidth=2.4 if ours else 1.2,
-                zorder=3 if ours else 2,
-                color=colour,
-                label=attention,
-                clip_on=False,
-            )
-            lowest, highest = ([f(points[length]) for length in at] for f in (min, max))
-            panel.fill_between(at, lowest, highest, color=colour, alpha=0.12, linewidth=0)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        panel.minorticks_off()
-        panel.axvspan(lengths[0] / 1.3, trained, color="0.92", zorder=0, label="trained length")
-        panel.set(title=name, xlabel=unit, ylim=(0.0, 1.0), xlim=(lengths[0] / 1.3, lengths[-1] * 1.3))
-        panel.spines[["top", "right"]].set_visible(False)
+        lines = {
+            attention: [(entry["length"], entry["exact_match"]) for entry in entries if entry["set"] == name]
+            for attention, entries in results.items()
+        }
+        _compare(panel, lines, trained)
+        panel.set(title=name, xlabel=unit, ylim=(0.0, 1.0))
     panels[0].set_ylabel("exact match")
-    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
+    _finish(figure, panels[0], title, path)
+
+
+def perplexity_by_window(results: Mapping[str, Sequence[Result]], trained: int, path: Path) -> None:
+    """Perplexity per token against window, and the loss by position in the longest one; lines and bands as above."""
+    longest = max(result["length"] for entries in results.values() for result in entries)
+    figure = Figure(figsize=(10.0, 4.0), layout="constrained")
+    windows, positions = figure.subplots(1, 2)
+    lines = {
+        name: [(entry["length"], entry["perplexity"]) for entry in entries if entry["stride"] is None]
+        for name, entries in results.items()
+    }
+    _compare(windows, lines, trained)
+    windows.set(xlabel="window in tokens", ylabel="perplexity per token")
+    by_position = {
+        name: [
+            (2**place, loss)
+            for entry in entries
+            if entry["length"] == longest and entry["stride"] is None
+            for place, loss in enumerate(entry["loss_by_position"])
+            if loss is not None
+        ]
+        for name, entries in results.items()
+    }
+    _compare(positions, by_position, trained)
+    positions.set(xlabel=f"position in a window of {longest:,}", ylabel="loss per token")
+    positions.set_xticks(positions.get_xticks()[::2], positions.get_xticklabels()[::2])
+    # A mechanism that breaks down past its training length would press all the others into one line.
+    lowest = min(value for points in lines.values() for _, value in points)
+    windows.set_ylim(0.95 * lowest, min(windows.get_ylim()[1], 2.5 * lowest))
+    floor = min(value for points in by_position.values() for _, value in points)
+    positions.set_ylim(0.95 * floor, min(positions.get_ylim()[1], 2.0 * floor))
+    _finish(figure, windows, "", path)
+
+
+def _compare(panel: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], trained: int) -> None:
+    """A line per mechanism through the mean of the values at each place, with a band over their range."""
+    colours = matplotlib.colormaps["tab20" if len(lines) > 10 else "tab10"]
+    places = sorted({place for points in lines.values() for place, _ in points})
+    for index, (attention, points) in enumerate(lines.items()):
+        values: dict[int, list[float]] = {}
+        for place, value in points:
+            values.setdefault(place, []).append(value)
+        at = sorted(values)
+        colour, ours = colours(index % colours.N), attention == "tra"
+        panel.plot(
+            at,
+            [sum(values[place]) / len(values[place]) for place in at],
+            marker="os^DvP*X"[index % 8],
+            markersize=4,
+            linewidth=2.4 if ours else 1.2,
+            zorder=3 if ours else 2,
+            color=colour,
+            label=attention,
+        )
+        lowest, highest = ([f(values[place]) for place in at] for f in (min, max))
+        panel.fill_between(at, lowest, highest, color=colour, alpha=0.12, linewidth=0)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(places, [f"{place:,}" for place in places])
+    panel.minorticks_off()
+    panel.axvspan(places[0] / 1.3, trained, color="0.92", zorder=0, label="trained length")
+    panel.set_xlim(places[0] / 1.3, places[-1] * 1.3)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _finish(figure: Figure, panel: Axes, title: str, path: Path) -> None:
+    figure.legend(*panel.get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
     if title:
         figure.suptitle(title, fontsize=10)
     _save(figure, path)

@@ -17,10 +17,11 @@ import torch
 from rich.console import Console
 
 from tra.errors import Interrupted, RunError
-from tra.evaluation import evaluate_all, set_of
+from tra.evaluation import evaluate_all
 from tra.files import write_whole
 from tra.progress import progress
 from tra.recipes import Recipe
+from tra.report import set_of
 from tra.runs import load_recipe, store_results
 from tra.training import train
 

@@ -122,18 +122,11 @@ class TraCache(transformers.Cache):
     def is_croppable(self) -> bool:
         return not self.revised
 
-    @property
-    def is_initialized(self) -> bool:
-        return self.get_seq_length() > 0
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return len(self.layers[layer_idx])
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.get_seq_length(layer_idx) + query_length, 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
         for layer in self.layers:
@@ -231,16 +224,16 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
 
     def hidden(
         self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        inputs_embeds: Tensor | None,
-        segment_ids: Tensor | None,
-        past_key_values: TraCache | None,
-        use_cache: bool | None,
-        output_attentions: bool | None,
-        output_hidden_states: bool | None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TraCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> BaseModelOutputWithPast:
-        """What the output head reads, and all else that a forward pass may be asked for."""
+        """What the output head reads ``[B, L, width]``, from the arguments of :class:`TraForCausalLM`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids or inputs_embeds must be given, and not both")
         if past_key_values is not None and not isinstance(past_key_values, TraCache):
@@ -252,9 +245,7 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         if output_attentions and cached:
-            raise ValueError(
-                "output_attentions needs all tokens in one pass, not a cache of earlier ones: use_cache=False"
-            )
+            raise ValueError("output_attentions needs all tokens in one pass: it must be used with use_cache=False")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if inputs_embeds is None:
@@ -301,29 +292,7 @@ class TraModel(TraPreTrainedModel):
         del self.decoder.head
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: TraCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-    ) -> BaseModelOutputWithPast:
-        """Normalised stream ``[B, L, width]`` of ``input_ids [B, L]``; the arguments are those of TraForCausalLM."""
-        return self.hidden(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            segment_ids,
-            past_key_values,
-            use_cache,
-            output_attentions,
-            output_hidden_states,
-        )
+    forward = can_return_tuple(TraPreTrainedModel.hidden)
 
 
 class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
@@ -389,9 +358,9 @@ class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
         out = self.hidden(
             input_ids,
             attention_mask,
+            past_key_values,
             inputs_embeds,
             segment_ids,
-            past_key_values,
             use_cache,
             output_attentions,
             output_hidden_states,

@@ -17,6 +17,8 @@ from tra.files import write_whole
 
 Result = Mapping[str, Any]
 
+PERPLEXITIES = {"token": "perplexity", "word": "perplexity_per_word", "byte": "perplexity_per_byte"}
+
 
 def environment() -> dict[str, Any]:
     """Where a figure was measured."""
@@ -34,6 +36,13 @@ def environment() -> dict[str, Any]:
 
 def write_json(path: Path, content: Any) -> None:
     write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def results_table(attention: str, results: Sequence[Result]) -> str:
+    """What one run measured, as Markdown."""
+    if "perplexity" in results[0]:
+        return perplexity_tables([{"attention": attention, "seed": 0, **result} for result in results])
+    return exact_match_table({attention: results})
 
 
 def exact_match_table(results: Mapping[str, Sequence[Result]]) -> str:
@@ -75,13 +84,25 @@ def comparison_tables(rows: Sequence[Result], trained: Mapping[str, int]) -> str
     return "\n".join(parts)
 
 
-def comparison_csv(rows: Sequence[Result]) -> str:
+def perplexity_tables(rows: Sequence[Result]) -> str:
+    """Markdown: a row per mechanism and a column per window; mean ± deviation over seeds, the lowest bold."""
+    parts = []
+    for title, measure in PERPLEXITIES.items():
+        for how, sliding in (("windows side by side", False), ("sliding windows", True)):
+            for name in dict.fromkeys(row["set"] for row in rows):
+                mine = [row for row in rows if row["set"] == name and bool(row["stride"]) == sliding]
+                if mine:
+                    parts.append(f"## Perplexity per {title}, {name}, {how}\n\n" + _table(mine, _window, measure))
+    return "\n".join(parts)
+
+
+def comparison_csv(rows: Sequence[Result], measure: str = "exact_match") -> str:
     """A line per column, set, length and mechanism."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["task", "set", "length", "attention", "seeds", "mean", "deviation"])
     for (column, name, length, attention), values in _grouped(
-        rows, lambda row: (row["column"], row["set"], row["length"], row["attention"])
+        rows, lambda row: (row["column"], set_of(row), row["length"], row["attention"]), measure
     ).items():
         mean, deviation = spread(values)
         shown = f"{deviation:.6f}" if len(values) > 1 else ""
@@ -89,16 +110,23 @@ def comparison_csv(rows: Sequence[Result]) -> str:
     return text.getvalue()
 
 
-def _table(rows: Sequence[Result], heading: Callable[[Result], str]) -> str:
+def set_of(result: Result) -> str:
+    """The name of a result's set, with the stride of sliding windows."""
+    return result["set"] + (f" (stride {result['stride']})" if result.get("stride") else "")
+
+
+def _table(rows: Sequence[Result], heading: Callable[[Result], str], measure: str = "exact_match") -> str:
     """A row per mechanism and a column per heading; the best mean of each column is bold."""
+    best_of = max if measure == "exact_match" else min
     headings = list(dict.fromkeys(heading(row) for row in rows))
     cells: dict[tuple[str, str], tuple[float, str]] = {}
     for key, parts in _grouped_rows(rows, lambda row: (row["attention"], heading(row))).items():
         # Lengths first, then seeds: the deviation is that between runs.
-        by_seed = _grouped(parts, lambda row: row["seed"])
+        by_seed = _grouped(parts, lambda row: row["seed"], measure)
         mean, deviation = spread([statistics.fmean(values) for values in by_seed.values()])
-        cells[key] = mean, f"{mean:.2f}" + (f" ± {deviation:.2f}" if len(by_seed) > 1 else "")
-    best = {name: max(mean for (_, column), (mean, _) in cells.items() if column == name) for name in headings}
+        digits = 3 if measure == "perplexity_per_byte" else 2
+        cells[key] = mean, f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if len(by_seed) > 1 else "")
+    best = {name: best_of(mean for (_, column), (mean, _) in cells.items() if column == name) for name in headings}
     lines = [f"| attention | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
     for attention in dict.fromkeys(row["attention"] for row in rows):
         shown = []
@@ -117,8 +145,10 @@ def _grouped_rows(rows: Sequence[Result], key: Callable[[Result], Any]) -> dict[
     return groups
 
 
-def _grouped(rows: Sequence[Result], key: Callable[[Result], Any]) -> dict[Any, list[float]]:
-    return {name: [row["exact_match"] for row in group] for name, group in _grouped_rows(rows, key).items()}
+def _grouped(
+    rows: Sequence[Result], key: Callable[[Result], Any], measure: str = "exact_match"
+) -> dict[Any, list[float]]:
+    return {name: [row[measure] for row in group] for name, group in _grouped_rows(rows, key).items()}
 
 
 def _task_and_set(row: Result) -> str:
@@ -128,6 +158,10 @@ def _task_and_set(row: Result) -> str:
 
 def _set_and_length(row: Result) -> str:
     return f"{row['set']} {row['length']:,}"
+
+
+def _window(row: Result) -> str:
+    return f"{row['length']:,}" + (f" by {row['stride']:,}" if row["stride"] else "")
 
 
 def _stands(row: Result, rows: Sequence[Result]) -> bool:

@@ -14,12 +14,20 @@ from rich.console import Console
 
 from tra.attention import MECHANISMS
 from tra.errors import RunError
-from tra.figures import accuracy_by_length, attention_heatmap
+from tra.figures import accuracy_by_length, attention_heatmap, perplexity_by_window
 from tra.files import write_whole
 from tra.grid import Cell, run_all
 from tra.lookup import lookup
 from tra.recipes import Recipe, figure1, figure2, table1, tuning
-from tra.report import Result, comparison_csv, comparison_tables, environment, spread, write_json
+from tra.report import (
+    Result,
+    comparison_csv,
+    comparison_tables,
+    environment,
+    perplexity_tables,
+    spread,
+    write_json,
+)
 from tra.runs import load_model
 from tra.tasks.base import seeded
 
@@ -150,12 +158,16 @@ def draw_table(measured: Measured, folder: Path) -> None:
     write_whole(folder / "table.md", comparison_tables(rows, {name: recipe.length for name, recipe in recipes.items()}))
     write_whole(folder / "table.csv", comparison_csv(rows))
     for column, recipe in recipes.items():
-        lines: dict[str, list[dict[str, Any]]] = {}
-        for row in rows:
-            if row["column"] == column:
-                lines.setdefault(row["attention"], []).append(row)
+        lines = _by_attention([row for row in rows if row["column"] == column])
         unit = recipe.build_task().unit
         accuracy_by_length(lines, recipe.length, folder / f"accuracy-{column}.png", unit, column)
+
+
+def _by_attention(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(row["attention"], []).append(row)
+    return lines
 
 
 def draw_tuning(measured: Measured, folder: Path) -> None:
@@ -201,8 +213,12 @@ def draw_attention(measured: Measured, folder: Path) -> None:
 
 
 def draw_perplexity(measured: Measured, folder: Path) -> None:
-    """`table.md`, `table.csv`, perplexity against window and loss against position as figures."""
-    raise NotImplementedError
+    """`table.md`, `table.csv` and a figure: perplexity against window and loss against position."""
+    rows = all_records(measured)
+    write_whole(folder / "table.md", perplexity_tables(rows))
+    write_whole(folder / "table.csv", comparison_csv(rows, "perplexity"))
+    trained = next(iter(measured)).recipe.length
+    perplexity_by_window(_by_attention(rows), trained, folder / "perplexity.png")
 
 
 REPRODUCTIONS: dict[str, Reproduction] = {

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
 from filelock import FileLock, Timeout
 from rich.console import Console
 from torch import Tensor
@@ -40,12 +41,19 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tenso
     # Accelerate remembers a process's first run; another recipe may want another precision, and the process group
     # of a finished run is gone.
     AcceleratorState._reset_state(reset_partial_state=True)
+    sharding = _sharding()
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision=recipe.precision,
+        fsdp_plugin=sharding,
         log_with="tensorboard" if tensorboard else None,
         project_dir=folder,
     )
+    if sharding is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # Accelerate would give replicas in silence: it shards on accelerators alone. PyTorch shards on the CPU too.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = sharding
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     console = console or Console()
     if recipe.batch % (accelerator.num_processes * recipe.accumulate):
         raise ValueError(
@@ -59,6 +67,21 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tenso
         if accelerator.is_main_process:
             _record(recipe, folder)
         return run.train()
+
+
+def _sharding() -> FullyShardedDataParallelPlugin | None:
+    """What ``accelerate launch --use_fsdp`` asks for, with each block as a unit."""
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        # The recipe's precision is autocast, as without sharding: the norms and the sum of gradients stay float32.
+        mixed_precision_policy=MixedPrecisionPolicy(),
+    )
 
 
 class _Run:
@@ -121,6 +144,12 @@ class _Run:
                 if done % recipe.checkpoint_every == 0 or done == recipe.steps:
                     self._save(done)
         accelerator.end_training()
+        if accelerator.is_fsdp2:
+            found = checkpoint.latest(self.checkpoints)
+            assert found is not None
+            whole = Decoder(recipe.model)
+            whole.load_state_dict(found.tensors("model"))
+            return whole.to(accelerator.device)
         # Without the autocast that mixed precision wraps around forward: what is returned is what is saved.
         return accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
@@ -136,7 +165,8 @@ class _Run:
         for piece in range(recipe.accumulate):
             last = piece == recipe.accumulate - 1
             with nullcontext() if last else accelerator.no_sync(self.wrapped):
-                summed = summed_loss(self.wrapped, mine[piece * rows : (piece + 1) * rows])
+                with accelerator.autocast():
+                    summed = summed_loss(self.wrapped, mine[piece * rows : (piece + 1) * rows])
                 # Processes average their gradients; divided so, the average is that of one process with the batch.
                 accelerator.backward(summed * (accelerator.num_processes / counted))
             total += summed.detach()
@@ -167,19 +197,16 @@ class _Run:
         found = checkpoint.latest(self.checkpoints)
         if found is None:
             return 0
-        self.model.load_state_dict(found.tensors("model"))
-        checkpoint.restore_optimizer(self.model, self.optimizer.optimizer, found.tensors("optimizer"))
+        checkpoint.restore(found, self.model, self.optimizer.optimizer)
         self.console.print(f"going on from {found.path}")
         self.saved = found.step
         return found.step
 
     def _save(self, step: int) -> None:
-        if self.accelerator.is_main_process and step > self.saved:
-            parts = {
-                "model": self.model.state_dict(),
-                "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer.optimizer),
-            }
-            checkpoint.save(self.checkpoints, step, parts, self.recipe.keep_checkpoints)
+        if step > self.saved:
+            parts = checkpoint.gathered(self.model, self.optimizer.optimizer)
+            if self.accelerator.is_main_process:
+                checkpoint.save(self.checkpoints, step, parts, self.recipe.keep_checkpoints)
         self.saved = step
         self.accelerator.wait_for_everyone()
 
