@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -106,25 +107,28 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
     # Imported here, as below: it takes a second that only training should pay.
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, state = get_state_dict(model, optimizer, options=options)
-    moments: Mapping[str, Mapping[str, Tensor]] = state.get("state", {})  # type: ignore[assignment]
-    named = {f"{kind}/{name}": tensor for name, kinds in moments.items() for kind, tensor in kinds.items()}
-    return {"model": weights, "optimizer": named}
+    both: Any = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights, state = both
+    moments = state.get("state", {}).items()
+    return {
+        "model": weights,
+        "optimizer": {f"{kind}/{name}": tensor for name, kinds in moments for kind, tensor in kinds.items()},
+    }
 
 
 def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a checkpoint into model and optimizer, each process taking its share. Every process must call this."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    moments: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    weights: dict[str, Any] = {**found.tensors("model")}
+    moments: dict[str, Any] = defaultdict(dict)
     for key, tensor in found.tensors("optimizer").items():
         kind, name = key.split("/", 1)
         moments[name][kind] = tensor
     set_state_dict(
         model,
         optimizer,
-        model_state_dict=found.tensors("model"),
+        model_state_dict=weights,
         optim_state_dict={"state": moments, "param_groups": []},
         options=StateDictOptions(full_state_dict=True),
     )

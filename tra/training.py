@@ -79,6 +79,7 @@ def _sharding() -> FullyShardedDataParallelPlugin | None:
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
+        cpu_ram_efficient_loading=False,  # every process draws the same weights: nothing to send around
         # The recipe's precision is autocast, as without sharding: the norms and the sum of gradients stay float32.
         mixed_precision_policy=MixedPrecisionPolicy(),
     )
