@@ -25,11 +25,12 @@ def test_modules_import_only_from_those_before_them() -> None:
         {"ops"},
         {"attention"},
         {"model", "tasks"},
+        {"text"},
         {"recipes"},
         {"checkpoint", "hub", "report"},
         {"training", "evaluation", "figures", "runs"},
-        {"bench", "demo", "grid"},
-        {"cost", "reproduce"},
+        {"bench", "demo", "export", "grid", "inspection"},
+        {"cost", "generation", "reproduce"},
         {"cli"},
     ]
     rank = {name: index for index, names in enumerate(order) for name in names}

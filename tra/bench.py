@@ -139,6 +139,8 @@ def cases() -> Iterator[Case]:
     for batch in (1, 8):
         for cached, goal in ((4096, 0.2), (65536, 0.03)):
             yield _decode_case(batch, cached, goal)
+    for cached in (4096, 65536):
+        yield _generation_case("medium", cached)
     yield _training_case("mini", 16, 512, 0.9)
     yield _training_case("medium", 8, 128, 1.0)
     yield _training_case("medium", 8, 1024, 0.85)
@@ -224,6 +226,29 @@ def _decode_case(batch: int, cached: int, goal: float) -> Case:
         return {"SDPA": torch.inference_mode()(lambda: F.scaled_dot_product_attention(query, key, value))}
 
     return "decode one token", f"{batch}x8x{cached}", goal, ours, others
+
+
+def _generation_case(size: str, cached: int) -> Case:
+    return (
+        f"new token of a {size} model",
+        f"1x{cached}",
+        None,
+        lambda: new_token(sized(size, attention="tra"), cached),
+        lambda: {"RoPE on SDPA": new_token(sized(size, attention="rope"), cached)},
+    )
+
+
+def new_token(config: DecoderConfig, cached: int) -> Work:
+    """One step of generation: a token goes through a whole model whose cache holds so many random ones."""
+    torch.manual_seed(0)
+    model = Decoder(config).eval()
+    cache = model.new_cache()
+    head_width = config.width // config.heads
+    for layer in cache:
+        key, value = torch.randn(2, 1, config.heads, cached, head_width)
+        layer.append(F.rms_norm(key, (head_width,)), value)
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    return torch.inference_mode()(lambda: model(token, cache=cache))
 
 
 def _training_case(size: str, batch: int, length: int, goal: float) -> Case:

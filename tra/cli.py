@@ -1,4 +1,4 @@
-"""The command line: `tra demo`, `tra train`, `tra evaluate`, `tra reproduce`, `tra bench`, `tra list`."""
+"""The command line: every command's options, and what it calls."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -24,6 +24,9 @@ DESCRIPTIONS = {
     "train": "Train a recipe: tra train RECIPE [options], or go on with tra train --resume RUN.",
     "evaluate": "Measure a trained run on its recipe's sets, or on others.",
     "reproduce": "Make a table or figure of the paper: tra reproduce NAME --scale smoke|small|paper.",
+    "inspect": "Show what a trained run attends to: heatmaps, and a summary of every head.",
+    "export": "Write a run as a Hugging Face folder: tra export RUN FOLDER.",
+    "generate": "Continue a prompt with a run on text or an exported folder, streaming.",
     "bench": "Measure the operator and whole training steps against PyTorch's attention, as ratios.",
     "list": "List recipes, attention mechanisms, tasks and model sizes.",
 }
@@ -88,11 +91,11 @@ class Reproduce:
     """
 
     name: Annotated[str, tyro.conf.Positional]
-    """table1, figure1, cost, or tuning (the learning rates of table1)."""
+    """table1, figure1, figure2, figure3, cost, or tuning (the learning rates of table1)."""
     scale: str = "small"
     """smoke (seconds), small (two cores, hours) or paper (GPUs)."""
     seeds: int | None = None
-    """Runs of each kind, with seeds 0, 1, ...; 3 for table1, else 1, by default."""
+    """Runs of each kind, with seeds 0, 1, ...; 3 for table1, 2 for figure2, else 1, by default."""
     attention: str = ""
     """Mechanisms, separated by commas; all of the table or figure by default."""
     output: Path | None = None
@@ -105,6 +108,55 @@ class Reproduce:
     """--no-train makes table and figures from what is stored, without training."""
     json: bool = False
     """Print the results as JSON."""
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Draw a run's attention on one sequence, white where it is exactly null, and summarise every head."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run folder."""
+    text: str | None = None
+    """What to read, for a run on text; other runs read a sequence of their task."""
+    length: int = 32
+    """Of a task's sequence, in its unit."""
+    output: Path | None = None
+    """Folder to write; RUN/inspection by default."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run as a folder that transformers loads: safetensors, config, tokenizer, model card."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run folder."""
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Folder to write, which must not exist yet."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt, printing text as it comes and then the speed."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run folder of a run on text, or a folder that tra export wrote."""
+    prompt: str
+    """The text to continue, or @FILE to read it from a file; it may be longer than the training window."""
+    tokens: int = 100
+    """New tokens at most."""
+    temperature: float = 1.0
+    """Of sampling; 0 takes the most probable token every time."""
+    top_k: int = 0
+    """Sample among so many of the most probable tokens; 0 means all."""
+    top_p: float = 1.0
+    """Sample among the most probable tokens that together have this probability."""
+    beams: int = 1
+    """Beams of beam search, which does not sample and cannot stream."""
+    seed: int = 0
+    json: bool = False
+    """Print JSON at the end instead of streaming."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
         "train": _train,
         "evaluate": _evaluate,
         "reproduce": _reproduce,
+        "inspect": _inspect,
+        "export": _export,
+        "generate": _generate,
         "bench": _bench,
         "list": _list,
     }
@@ -318,6 +373,78 @@ def _reproduce(arguments: list[str]) -> int:
             console.print((folder / "table.md").read_text(), markup=False, highlight=False)
         print(folder)
     return 1 if failed else 0
+
+
+def _inspect(arguments: list[str]) -> int:
+    options = tyro.cli(Inspect, args=arguments, prog="tra inspect")
+    from tra.inspection import write_inspection
+    from tra.runs import load_model, load_recipe
+
+    recipe = load_recipe(options.run)
+    task = recipe.build_task()
+    if recipe.text is None:
+        if options.text is not None:
+            raise ValueError(f"text must be left out: {options.run} was trained on {recipe.task}")
+        tokens, symbols = task.example(options.length)
+    else:
+        if not options.text:
+            raise ValueError(f"text must be given: {options.run} is a language model")
+        tokens, symbols = task.read(options.text)
+    model, _ = load_model(options.run)
+    folder = options.output or options.run / "inspection"
+    content = write_inspection(model, tokens, symbols, folder)
+    if options.json:
+        print(json.dumps(content, indent=2))
+    else:
+        _console().print((folder / "heads.md").read_text(), markup=False, highlight=False)
+        print(folder)
+    return 0
+
+
+def _export(arguments: list[str]) -> int:
+    options = tyro.cli(Export, args=arguments, prog="tra export")
+    from tra.export import export
+
+    export(options.run, options.folder)
+    print(options.folder)
+    return 0
+
+
+def _generate(arguments: list[str]) -> int:
+    options = tyro.cli(Generate, args=arguments, prog="tra generate")
+    for name, wrong, expected in (
+        ("tokens", options.tokens < 1, "at least 1"),
+        ("temperature", options.temperature < 0, "at least 0"),
+        ("top_k", options.top_k < 0, "at least 0"),
+        ("top_p", not 0 < options.top_p <= 1, "in (0, 1]"),
+        ("beams", options.beams < 1, "at least 1"),
+    ):
+        if wrong:
+            raise ValueError(f"{name} must be {expected}, got {getattr(options, name)!r}")
+    prompt = options.prompt
+    if prompt.startswith("@"):
+        prompt = Path(prompt[1:]).read_text(encoding="utf-8")
+    from tra.generation import generate, load
+
+    model, tokenizer = load(options.run)
+    how: dict[str, Any] = {"max_new_tokens": options.tokens, "num_beams": options.beams}
+    if options.beams == 1 and options.temperature > 0:
+        how |= {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    streams = options.beams == 1 and not options.json
+    if streams:
+        print(prompt, end="", flush=True)
+    result = generate(model, tokenizer, prompt, options.seed, streams, **how)
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    if not streams:
+        print(prompt + result["text"])
+    read = f"{result['prompt_tokens']} tokens read"
+    if result["prompt_seconds"] is not None:
+        read += f" in {result['prompt_seconds']:.2f} s"
+    speed = "" if result["tokens_per_second"] is None else f" at {result['tokens_per_second']:.1f} tokens/s"
+    print(f"{read}, {result['new_tokens']} new{speed}", file=sys.stderr)
+    return 0
 
 
 def _bench(arguments: list[str]) -> int:

@@ -17,6 +17,7 @@ from tra.errors import RunError
 from tra.figures import accuracy_by_length, attention_heatmap, perplexity_by_window
 from tra.files import write_whole
 from tra.grid import Cell, run_all
+from tra.inspection import write_inspection
 from tra.lookup import lookup
 from tra.recipes import Recipe, figure1, figure2, table1, tuning
 from tra.report import (
@@ -29,9 +30,12 @@ from tra.report import (
     write_json,
 )
 from tra.runs import load_model
-from tra.tasks.base import seeded
 
 HEATMAP_TOKENS = 32
+FIGURE3_TEXT = (
+    "The river rises in the northern hills and flows south through the old town . "
+    "In the spring of 1847 the river flooded the town , and the people moved to the northern hills ."
+)
 SCALES = ("paper", "small", "smoke")
 
 Measured = Mapping[Cell, Sequence[Result]]
@@ -200,14 +204,13 @@ def best_rates(losses: dict[str, dict[str, float]]) -> dict[str, str]:
 @torch.inference_mode()
 def draw_attention(measured: Measured, folder: Path) -> None:
     """`attention.png`: the weights of each mechanism's first finished run, all on one sequence."""
-    weights, symbols = {}, []
+    weights: dict[str, list[torch.Tensor]] = {}
+    symbols: list[str] = []
     for cell in measured:
         if cell.recipe.model.attention not in weights:
             model, _ = load_model(cell.folder)
-            task = cell.recipe.build_task()
-            tokens = task.sample(seeded("heatmap", 0), 1, HEATMAP_TOKENS).tokens
-            symbols = [task.symbols[token] for token in tokens[0].tolist()]
-            on_device = tokens.to(model.head.weight.device)
+            tokens, symbols = cell.recipe.build_task().example(HEATMAP_TOKENS)
+            on_device = tokens[None].to(model.head.weight.device)
             weights[cell.recipe.model.attention] = [layer[0] for layer in model.attention_weights(on_device)]
     attention_heatmap(weights, symbols, folder / "attention.png")
 
@@ -221,9 +224,18 @@ def draw_perplexity(measured: Measured, folder: Path) -> None:
     perplexity_by_window(_by_attention(rows), trained, folder / "perplexity.png")
 
 
+def draw_inspection(measured: Measured, folder: Path) -> None:
+    """`attention.png`, `heads.md` and `heads.json` of the first finished run, on the same sentences as always."""
+    cell = next(iter(measured))
+    model, _ = load_model(cell.folder)
+    tokens, symbols = cell.recipe.build_task().read(FIGURE3_TEXT)
+    write_inspection(model, tokens, symbols, folder)
+
+
 REPRODUCTIONS: dict[str, Reproduction] = {
     "table1": Reproduction(table1, tuple(MECHANISMS), 3, draw_table, table1.LEARNING_RATES),
     "tuning": Reproduction(tuning, tuple(MECHANISMS), 1, draw_tuning),
     "figure1": Reproduction(figure1, ("tra", "fot"), 1, draw_attention, table1.LEARNING_RATES),
     "figure2": Reproduction(figure2, ("tra", "rope", "nope", "alibi", "fot", "cope"), 2, draw_perplexity),
+    "figure3": Reproduction(figure2, ("tra",), 1, draw_inspection),
 }

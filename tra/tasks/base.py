@@ -90,6 +90,16 @@ class Task(ABC):
             for first in range(0, len(chunk), batch):
                 yield chunk[first : first + batch]
 
+    def example(self, length: int) -> tuple[Tensor, list[str]]:
+        """Always the same sequence of a length ``[L]``, and its symbols one by one."""
+        tokens = self.sample(seeded("heatmap", 0), 1, length).tokens[0]
+        symbols = self.symbols
+        return tokens, [symbols[token] for token in tokens.tolist()]
+
+    def read(self, text: str) -> tuple[Tensor, list[str]]:
+        """A text as tokens ``[L]``, and each of them written out."""
+        raise NotImplementedError
+
     def text(self, tokens: Tensor) -> str:
         """One sequence ``[L]`` written out."""
         symbols = self.symbols

@@ -78,8 +78,11 @@ class Text(Task):
         """Windows over the beginning of a split, as many tokens as in ``examples`` windows side by side.
 
         Every token but the first is predicted exactly once: in windows side by side, or, with a stride, in windows
-        that move on by the stride and predict only what none before them did.
+        that move on by the stride and predict only what none before them did. Sliding windows are all full, the
+        last one too, unless the text is shorter than one.
         """
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
         if examples is not None and examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}")
         if stride is not None and not 1 <= stride <= length:
@@ -96,6 +99,13 @@ class Text(Task):
             return split.words, split.bytes
         text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
         return len(text.split()), len(text.encode())
+
+    def read(self, text: str) -> tuple[torch.Tensor, list[str]]:
+        """A text as tokens, and each of them written out."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not ids:
+            raise ValueError(f"text must have at least one token, got {text!r}")
+        return torch.tensor(ids), [self.tokenizer.decode([token]) for token in ids]
 
     def text(self, tokens: torch.Tensor) -> str:
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)

@@ -1,0 +1,81 @@
+"""Text from a trained model, shown as it comes."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers.utils import logging
+
+from tra.export import as_pretrained
+from tra.hub import TraForCausalLM
+
+
+def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a run or of an exported folder."""
+    logging.disable_progress_bar()
+    if (folder / "recipe.json").exists():
+        of_run, its_tokenizer = as_pretrained(folder)
+        if its_tokenizer is None:
+            raise ValueError(f"run must be one on text, which has a tokenizer; {folder} was trained on a task")
+        return of_run, its_tokenizer
+    if not (folder / "config.json").exists():
+        raise ValueError(f"run must be a folder that holds recipe.json (a run) or config.json (exported), got {folder}")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    if not isinstance(model, TraForCausalLM):
+        raise ValueError(f"run must hold a model of this package, but {folder} has a {type(model).__name__}")
+    if not (folder / "tokenizer.json").exists():
+        raise ValueError(f"run must have a tokenizer, but {folder} holds no tokenizer.json")
+    model.decoder.to(device or "cpu")
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def generate(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, stream: bool, **options: Any
+) -> dict[str, Any]:
+    """Continue a prompt, printing the text as it comes if asked to; ``options`` are those of `model.generate`.
+
+    Returns the text and how fast it came: the prompt is read at once, then one token follows another.
+    """
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0:
+        raise ValueError(f"prompt must have at least one token, got {prompt!r}")
+    torch.manual_seed(seed)
+    # Beam search changes its mind about earlier tokens, so it cannot be followed.
+    clock = _Clock(tokenizer, show=stream) if options.get("num_beams", 1) == 1 else None
+    mask = torch.ones_like(ids).to(model.device)
+    began = time.perf_counter()
+    out = model.generate(ids.to(model.device), attention_mask=mask, streamer=clock, **options)
+    ended = time.perf_counter()
+    new = out.shape[1] - ids.shape[1]
+    first = clock.first if clock else began
+    return {
+        "prompt": prompt,
+        "text": tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True),
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": new,
+        "prompt_seconds": first - began if clock else None,
+        "tokens_per_second": (new - 1) / (ended - first) if new > 1 else None,
+    }
+
+
+class _Clock(TextStreamer):
+    """Prints words as they are finished, and notes when the first new token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: bool) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.show, self.first, self.calls = show, 0.0, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1  # the first call brings the prompt
+        if self.calls == 2:
+            self.first = time.perf_counter()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self.show:
+            sys.stdout.write(text + ("\n" if stream_end else ""))
+            sys.stdout.flush()

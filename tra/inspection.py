@@ -1,0 +1,108 @@
+"""What a trained model attends to: each head's weights on one sequence, and what they come to."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tra.figures import attention_heatmap
+from tra.files import write_whole
+from tra.model import Block, Decoder
+from tra.report import write_json
+
+SHARE = 0.9
+"""Of a query's weight, in the definition of reach."""
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head on one sequence."""
+
+    layer: int
+    head: int
+    kept: float
+    """Share of all keys that a query may see whose weight is not exactly 0."""
+    null: float
+    """Share of queries that attend to nothing."""
+    mean_distance: float
+    """How many tokens back a query looks, by weight, over the queries that attend to something."""
+    reach: int
+    """Within so many tokens lies 90% of the weight of half the queries; 1 is the query's own token."""
+    gate: tuple[float, ...] | None
+    """The 10%, 50% and 90% quantiles of the gate, 1 for no decay with distance; None without a gate."""
+
+
+@torch.inference_mode()
+def inspect_heads(model: Decoder, tokens: Tensor) -> tuple[list[Head], list[Tensor]]:
+    """Each head of each layer on one sequence ``[L]``, and per layer the weights ``[heads, L, L]``."""
+    streams: list[Tensor] = []
+    row = tokens[None].to(model.head.weight.device)
+    model.hidden_from(model.embedding(row), streams=streams)
+    weights = [layer[0].float().cpu() for layer in model.attention_weights_from(streams)]
+    heads = []
+    for layer, (block, stream) in enumerate(zip(model.blocks, streams, strict=True)):
+        assert isinstance(block, Block)
+        gates = _gates(block, stream)
+        for head, matrix in enumerate(weights[layer]):
+            heads.append(summarise(layer, head, matrix, None if gates is None else gates[:, head]))
+    return heads, weights
+
+
+def summarise(layer: int, head: int, weights: Tensor, gates: Tensor | None) -> Head:
+    """The numbers of one head from its weights ``[L, L]`` and its gates ``[L]``. Weights may be negative, as those
+    of differential attention are: then it is their size that counts."""
+    length = weights.shape[0]
+    size = weights.abs()
+    mass = size.sum(dim=1)
+    some = mass > 0
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    share = size[some] / mass[some, None]
+    # Column d holds the weight of the key d tokens back.
+    by_distance = torch.zeros_like(share).scatter_add_(1, back[some].clamp(min=0), share)
+    near = by_distance.cumsum(dim=1) >= SHARE - 1e-6
+    reaches = near.float().argmax(dim=1) + 1
+    return Head(
+        layer=layer + 1,
+        head=head + 1,
+        kept=(weights != 0).sum().item() / (length * (length + 1) // 2),
+        null=1.0 - some.float().mean().item(),
+        mean_distance=(share * back[some]).sum(dim=1).mean().item() if some.any() else 0.0,
+        reach=int(reaches.median()) if some.any() else 0,
+        gate=None if gates is None else tuple(gates.float().cpu().quantile(torch.tensor(QUANTILES)).tolist()),
+    )
+
+
+def _gates(block: Block, stream: Tensor) -> Tensor | None:
+    """``[L, heads]``: the learned gate that is read at each token, if the mechanism has one."""
+    gate = getattr(block.attention, "gate", None)
+    return torch.sigmoid(gate(block.attention_norm(stream)))[0] if isinstance(gate, nn.Linear) else None
+
+
+def heads_table(heads: Sequence[Head]) -> str:
+    """Markdown, a row per head."""
+    lines = [
+        "| layer | head | keys kept | null queries | mean distance | reach | gate 10% / 50% / 90% |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for entry in heads:
+        gate = "" if entry.gate is None else " / ".join(f"{value:.2f}" for value in entry.gate)
+        lines.append(
+            f"| {entry.layer} | {entry.head} | {entry.kept:.0%} | {entry.null:.0%} | {entry.mean_distance:.1f} | "
+            f"{entry.reach:,} | {gate} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write_inspection(model: Decoder, tokens: Tensor, symbols: Sequence[str], folder: Path) -> dict[str, Any]:
+    """`attention.png`, `heads.md` and `heads.json` of a model on one sequence."""
+    heads, weights = inspect_heads(model, tokens)
+    content = {"attention": model.config.attention, "tokens": list(symbols), "heads": [asdict(head) for head in heads]}
+    folder.mkdir(parents=True, exist_ok=True)
+    attention_heatmap({model.config.attention: weights}, symbols, folder / "attention.png")
+    write_whole(folder / "heads.md", heads_table(heads))
+    write_json(folder / "heads.json", content)
+    return content
