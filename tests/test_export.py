@@ -1,0 +1,161 @@
+"""A run as a folder for transformers, and text generated from either."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.language_run import SENTENCES
+from tra.cli import main
+from tra.export import export
+from tra.generation import generate, load
+from tra.hub import TraForCausalLM
+from tra.recipes import RECIPES
+from tra.runs import load_model, load_recipe
+from tra.training import train
+
+
+@pytest.fixture(scope="module")
+def exported(language_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export(language_run, folder)
+    return folder
+
+
+def test_exported_model_and_tokenizer_are_those_of_the_run(language_run: Path, exported: Path) -> None:
+    assert {path.suffix for path in exported.iterdir()} == {".json", ".md", ".safetensors"}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    assert isinstance(model, TraForCausalLM)
+    decoder, _ = load_model(language_run)
+    text = "The river rises , 1847 ß\n\n"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    tokens, _ = load_recipe(language_run).build_task().read(text)
+    assert ids[0].tolist() == tokens.tolist()
+    assert tokenizer.decode(ids[0]) == text
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, decoder(ids))
+    assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer("<|endoftext|>")["input_ids"][0]
+
+
+def test_card_holds_recipe_and_results(language_run: Path, exported: Path) -> None:
+    card = (exported / "README.md").read_text()
+    recipe = re.search(r"```json\n(.*?)```", card, re.DOTALL)
+    assert recipe is not None
+    assert json.loads(recipe.group(1)) == json.loads((language_run / "recipe.json").read_text())
+    measured = json.loads((language_run / "results.json").read_text())["results"]
+    for result in measured:
+        assert f"{result['perplexity']:.2f}" in card
+    assert card.startswith("---\nlibrary_name: transformers\n")
+
+
+def test_an_existing_folder_is_left_alone(
+    language_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mine").mkdir()
+    assert main(["export", str(language_run), str(tmp_path / "mine")]) == 2
+    assert "folder must not exist yet" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_nothing_is_left_of_an_export_that_fails(
+    language_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tra.export.model_card", fail)
+    with pytest.raises(RuntimeError, match=r"could not write .*No space left"):
+        export(language_run, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_on_a_task_is_exported_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = RECIPES["flip-flop-small"]()
+    recipe = replace(whole, steps=2, batch=4, length=16, model=replace(whole.model, layers=1, width=16), evaluations=())
+    train(recipe, tmp_path / "run", console=Console(quiet=True))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    assert "token i is the i-th of `" in (tmp_path / "model" / "README.md").read_text()
+    assert not (tmp_path / "model" / "tokenizer.json").exists()
+    decoder, _ = load_model(tmp_path / "run")
+    tokens = torch.randint(6, (2, 9))
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(tokens).logits
+        assert torch.equal(logits, decoder(tokens))
+    for folder in ("run", "model"):
+        assert main(["generate", str(tmp_path / folder), "--prompt", "w1"]) == 2
+        assert "tokenizer" in capsys.readouterr().err
+
+
+def test_run_and_exported_folder_generate_the_same(language_run: Path, exported: Path) -> None:
+    texts = [
+        generate(*load(folder), "The river", seed=3, stream=False, max_new_tokens=12, do_sample=True)["text"]
+        for folder in (language_run, exported)
+    ]
+    assert texts[0] == texts[1] != ""
+
+
+def test_greedy_text_is_the_most_probable_by_a_plain_loop(language_run: Path) -> None:
+    decoder, _ = load_model(language_run)
+    task = load_recipe(language_run).build_task()
+    tokens, _ = task.read("In 1847 the")
+    length = len(tokens)
+    with torch.inference_mode():
+        for _ in range(15):
+            tokens = torch.cat([tokens, decoder(tokens[None])[0, -1:].argmax(dim=-1)])
+    result = generate(*load(language_run), "In 1847 the", seed=0, stream=False, max_new_tokens=15, do_sample=False)
+    assert result["text"] == task.text(tokens[length:])
+    assert result["new_tokens"] == 15
+    assert result["prompt_tokens"] == length
+    assert result["tokens_per_second"] > 0
+
+
+def test_generate_streams_text_and_prints_speed(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(exported), "--prompt", "The river", "--tokens", "9", "--temperature", "0"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert re.fullmatch(r"\d+ tokens read in [\d.]+ s, 9 new at [\d.]+ tokens/s\n", shown.err)
+    assert main([*command, "--json"]) == 0
+    assert shown.out == "The river" + json.loads(capsys.readouterr().out)["text"] + "\n"
+
+
+def test_prompt_longer_than_the_training_window_from_a_file(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt.txt").write_text(SENTENCES * 20)
+    command = ["generate", str(exported), "--prompt", f"@{tmp_path / 'prompt.txt'}", "--tokens", "3", "--json"]
+    assert main([*command, "--beams", "2"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt_tokens"] > 10 * 16
+    assert result["new_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (["--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (["--top-p", "0"], r"top_p must be in (0, 1], got 0.0"),
+        (["--beams", "0"], "beams must be at least 1, got 0"),
+        (["--prompt", ""], "prompt must have at least one token, got ''"),
+    ],
+)
+def test_wrong_options_are_named(
+    exported: Path, wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(exported), "--prompt", "The", *wrong]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_neither_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tmp_path), "--prompt", "The"]) == 2
+    assert "recipe.json (a run) or config.json (exported)" in capsys.readouterr().err
