@@ -28,8 +28,10 @@ def evaluate_all(
 ) -> list[dict[str, Any]]:
     """Measure a model on several sets, printing a line for each length as it is done."""
     task = recipe.build_task(console)
-    for name in {evaluation.name for evaluation in evaluations}:
-        lookup(task.evaluation_sets(), name, "evaluation set")
+    for evaluation in evaluations:
+        lookup(task.evaluation_sets(), evaluation.name, "evaluation set")
+        if task.measure == "perplexity":  # its tokens are made here, with a progress of their own
+            next(task.evaluation_batches(evaluation.name, evaluation.length, evaluation.examples, 1, evaluation.stride))
     results: list[dict[str, Any]] = []
     attention = recipe.model.attention
     with progress(console, f"evaluating {attention}", len(evaluations), "set") as update:
@@ -62,7 +64,7 @@ def evaluate(model: Decoder, task: Task, evaluation: Evaluation) -> dict[str, An
     """
     name, length, examples = evaluation.name, evaluation.length, evaluation.examples
     tokens = min(TOKENS_PER_BATCH, LOGITS_PER_BATCH // model.config.vocabulary)
-    batches = task.evaluation_batches(name, length, examples, max(1, tokens // length), evaluation.stride)
+    batches = task.evaluation_batches(name, length, examples, max(1, tokens // max(1, length)), evaluation.stride)
     about = {"set": name, "length": length, "examples": examples}
     if task.measure == "perplexity":
         extent = task.extent(name, length, examples)
@@ -87,6 +89,7 @@ def perplexity(model: Decoder, batches: Iterable[Batch], words: int, size: int) 
     """Perplexity per token, word and byte of a text, and the mean loss by position in the window.
 
     Positions are gathered between powers of two: entry k is of those from 2^k (from 0 for the first) up to 2^(k+1).
+    What is too large for a number, as where a text has no words, is infinite.
     """
     tokens, loss = 0, 0.0
     summed = torch.zeros(64, dtype=torch.float64)
@@ -103,14 +106,21 @@ def perplexity(model: Decoder, batches: Iterable[Batch], words: int, size: int) 
         "words": words,
         "bytes": size,
         "loss": loss / tokens,
-        "perplexity": math.exp(loss / tokens),
-        "perplexity_per_word": math.exp(loss / words),
-        "perplexity_per_byte": math.exp(loss / size),
+        "perplexity": _perplexity(loss, tokens),
+        "perplexity_per_word": _perplexity(loss, words),
+        "perplexity_per_byte": _perplexity(loss, size),
         "loss_by_position": [
             round(total / number, 6) if number else None
             for total, number in zip(summed[:used].tolist(), count[:used].tolist(), strict=True)
         ],
     }
+
+
+def _perplexity(loss: float, number: int) -> float:
+    try:
+        return math.exp(loss / number)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
 
 
 class Reading(NamedTuple):

@@ -40,21 +40,22 @@ def accuracy_by_length(
 
 
 def perplexity_by_window(results: Mapping[str, Sequence[Result]], trained: int, path: Path) -> None:
-    """Perplexity per token against window, and the loss by position in the longest one; lines and bands as above."""
-    longest = max(result["length"] for entries in results.values() for result in entries)
+    """Perplexity per token against window, and the loss by position in the longest one; lines and bands as above.
+
+    Of windows side by side: sliding ones are left out.
+    """
+    results = {name: [entry for entry in entries if not entry["stride"]] for name, entries in results.items()}
+    longest = max(entry["length"] for entries in results.values() for entry in entries)
     figure = Figure(figsize=(10.0, 4.0), layout="constrained")
     windows, positions = figure.subplots(1, 2)
-    lines = {
-        name: [(entry["length"], entry["perplexity"]) for entry in entries if entry["stride"] is None]
-        for name, entries in results.items()
-    }
+    lines = {name: [(entry["length"], entry["perplexity"]) for entry in entries] for name, entries in results.items()}
     _compare(windows, lines, trained)
     windows.set(xlabel="window in tokens", ylabel="perplexity per token")
     by_position = {
         name: [
             (2**place, loss)
             for entry in entries
-            if entry["length"] == longest and entry["stride"] is None
+            if entry["length"] == longest
             for place, loss in enumerate(entry["loss_by_position"])
             if loss is not None
         ]

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import platform
 import statistics
@@ -61,7 +62,9 @@ def exact_match_table(results: Mapping[str, Sequence[Result]]) -> str:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (0 where there is one value only)."""
+    """Mean and sample standard deviation (0 where there is one value only, not a number where one is infinite)."""
+    if not all(map(math.isfinite, values)):
+        return sum(values), math.nan
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 

@@ -27,8 +27,12 @@ HUB = {
 PIECE = 1 << 20
 """Characters in a piece, about: what is held in memory at a time."""
 
-BOUNDARY = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
-"""A space before a word belongs to it, and a single line break to nothing else."""
+ROWS = 1000
+"""Rows of a table that are held in memory at a time."""
+
+BOUNDARIES = (re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)"), re.compile(r"(?=[ \t\r\n]\w)"))
+"""A space before a word belongs to it, and a single line break to nothing else. Where a text has neither: of several
+characters of white space, GPT-2's pattern takes the last by itself or with the word that follows."""
 
 
 def local(name: str) -> Path | None:
@@ -59,7 +63,10 @@ class Source:
         found = sorted(
             path
             for path in self.folder.rglob("*")
-            if path.suffix in SUFFIXES and set(re.split(r"[^a-z]+", path.name.lower())) & set(words)
+            if path.suffix.lower() in SUFFIXES
+            and set(re.split(r"[^a-z]+", path.name.lower())) & set(words)
+            and not any(part.startswith(".") for part in path.relative_to(self.folder).parts)
+            and path.is_file()
         )
         if not found:
             raise ValueError(
@@ -86,34 +93,38 @@ class Source:
         return max(1, sum(path.stat().st_size for path in self.files(split)) >> 20)
 
     def pieces(self, split: str) -> Iterator[str]:
-        """The text of a split, cut where GPT-2's pattern ends a token whatever stands around it."""
-        rest = ""
+        """The text of a split in pieces, cut where GPT-2's pattern ends a token whatever stands around it."""
+        rest, enough = "", PIECE
         for chunk in self._chunks(split):
             rest += chunk
-            if len(rest) >= PIECE and (cut := _last_boundary(rest)):
-                yield rest[:cut]
-                rest = rest[cut:]
+            if len(rest) >= enough:
+                if cut := _last_boundary(rest):
+                    yield rest[:cut]
+                    rest = rest[cut:]
+                enough = max(PIECE, 2 * len(rest))  # a text without boundaries is not searched again and again
         if rest:
             yield rest
 
     def _chunks(self, split: str) -> Iterator[str]:
         """The text of a split in parts of any size; every file ends a line."""
         if self.folder is None:
-            yield from _hub_rows(*HUB[self.name], split)
+            yield from _hub_rows(self.name, split)
             return
         for path in self.files(split):
-            if path.suffix == ".parquet":
+            if path.suffix.lower() == ".parquet":
                 yield from _parquet_rows(path)
             else:
                 yield from _file_parts(path)
 
 
-def _last_boundary(text: str) -> int | None:
-    for start in (max(0, len(text) - 4096), 0):
-        found = [match.start() for match in BOUNDARY.finditer(text, start)]
-        if found:
-            return found[-1]
-    return None
+def _last_boundary(text: str) -> int:
+    """0 if there is none."""
+    for boundary in BOUNDARIES:
+        for start in (max(0, len(text) - 4096), 0):
+            found = [match.start() for match in boundary.finditer(text, start)]
+            if found:
+                return found[-1]
+    return 0
 
 
 def _file_parts(path: Path) -> Iterator[str]:
@@ -134,28 +145,35 @@ def _parquet_rows(path: Path) -> Iterator[str]:
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"text must be readable, but {path} is no parquet file: {error}") from error
-    if "text" not in file.schema_arrow.names:
-        raise ValueError(f"text must be in a column called text, but {path} has {', '.join(file.schema_arrow.names)}")
-    for batch in file.iter_batches(columns=["text"]):
-        yield from map(_as_line, batch.column(0).to_pylist())
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = {field.name: str(field.type) for field in file.schema_arrow}
+            if columns.get("text") not in ("string", "large_string"):
+                found = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+                raise ValueError(f"text must be strings in a column called text, but {path} has {found}")
+            for batch in file.iter_batches(batch_size=ROWS, columns=["text"]):
+                yield from map(_as_line, batch.column(0).to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = _first_line(error)
+        raise ValueError(f"text must be readable, but {path} is no intact parquet file: {reason}") from error
 
 
-def _hub_rows(name: str, config: str, split: str) -> Iterator[str]:
+def _hub_rows(name: str, split: str) -> Iterator[str]:
     from datasets import load_dataset
 
+    repository, config = HUB[name]
     try:
-        rows = load_dataset(name, config, split="validation" if split == "valid" else split)
+        rows = load_dataset(repository, config, split="validation" if split == "valid" else split)
     except Exception as error:  # the hub's libraries raise many kinds
-        reason = (str(error).splitlines() or [""])[0]
         raise RunError(
-            f"{name} could not be had from the hub ({type(error).__name__}: {reason}). Offline, download its files "
-            f"elsewhere and give their folder, or set TRA_DATA to the folder that holds it"
+            f"{repository} could not be had from the hub ({type(error).__name__}: {_first_line(error)}). Offline, "
+            f"download its files elsewhere and give their folder, or set TRA_DATA to a folder that holds it as {name}"
         ) from error
-    for block in rows.iter(batch_size=1000):
+    for block in rows.iter(batch_size=ROWS):
         yield from map(_as_line, block["text"])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _as_line(row: str | None) -> str:

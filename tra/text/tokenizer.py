@@ -30,11 +30,12 @@ def load_tokenizer(name: str, source: Source, cache: Path) -> Tokenizer:
     if name.startswith("bpe-"):
         return _trained(name, source, cache)
     folder = local(name) or Path(name)
-    if (folder / "tokenizer.json").is_file():
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for vocabulary, merges in PAIRS:
-        if (folder / vocabulary).is_file() and (folder / merges).is_file():
-            return _byte_level(models.BPE.from_file(str(folder / vocabulary), str(folder / merges)))
+    try:
+        found = _in_folder(folder)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"tokenizer must be readable, but that in {folder} is not: {error}") from error
+    if found is not None:
+        return found
     if name == "gpt2":
         try:
             return Tokenizer.from_pretrained("gpt2")
@@ -46,6 +47,18 @@ def load_tokenizer(name: str, source: Source, cache: Path) -> Tokenizer:
     raise ValueError(
         f"tokenizer must be gpt2, bpe-N, or a folder with tokenizer.json or encoder.json and vocab.bpe, got {name!r}"
     )
+
+
+def _in_folder(folder: Path) -> Tokenizer | None:
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.no_truncation()  # some are stored with a longest text
+        tokenizer.no_padding()
+        return tokenizer
+    for vocabulary, merges in PAIRS:
+        if (folder / vocabulary).is_file() and (folder / merges).is_file():
+            return _byte_level(models.BPE.from_file(str(folder / vocabulary), str(folder / merges)))
+    return None
 
 
 def _trained(name: str, source: Source, cache: Path) -> Tokenizer:

@@ -46,7 +46,7 @@ def prepare(source: Source, split: str, tokenizer: Tokenizer, cache: Path, conso
     facts = path.with_suffix(".json")
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".{path.name}.lock"):
-        if not facts.exists():
+        if not (facts.exists() and path.exists()):
             write_whole(facts, json.dumps(_write(source, split, tokenizer, path, console)))
     return Tokens(path=path, **json.loads(facts.read_text()))
 
@@ -56,16 +56,23 @@ def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path, console
     aside = path.with_name(f".{path.name}.partial")
     count = words = size = 0
     total = source.megabytes(split)
-    with open(aside, "wb") as file, progress(console, f"tokens of {source.name}, {split}", total, "MB") as update:
-        for piece in source.pieces(split):
-            ids = numpy.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
-            file.write(ids.tobytes())
-            count += len(ids)
-            words += len(piece.split())
-            size += len(piece.encode())
-            update(min(total, size >> 20))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync(path.parent)
+    try:
+        with open(aside, "wb") as file, progress(console, f"tokens of {source.name}, {split}", total, "MB") as update:
+            for piece in source.pieces(split):
+                ids = numpy.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
+                file.write(ids.tobytes())
+                count += len(ids)
+                words += len(piece.split())
+                size += len(piece.encode())
+                update(min(total, size >> 20))
+        if count == 0:
+            raise ValueError(f"text must not be empty, but the {split} split of {source.name} is")
+        sync(aside)
+        os.replace(aside, path)
+        sync(path.parent)
+    except OSError as error:
+        # A failed write does not name its file.
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+    finally:
+        aside.unlink(missing_ok=True)
     return {"count": count, "words": words, "bytes": size, "dtype": dtype}
