@@ -24,7 +24,7 @@ HUB = {
 }
 """Data sets that are known by name; a folder of that name inside the folder $TRA_DATA comes first."""
 
-PIECE = 1 << 20
+PIECE = 1 << 18
 """Characters in a piece, about: what is held in memory at a time."""
 
 ROWS = 1000

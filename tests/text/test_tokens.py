@@ -1,0 +1,349 @@
+"""Tokens in memory-mapped files: written once, whole or not at all, by one of several processes, in little memory."""
+
+import io
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import tra.text.source
+import tra.text.tokens
+from tests.text.reading import DATA, needs_data, odd_text, prose, write_folder
+from tra.cli import main
+from tra.memory import added_megabytes, measurable
+from tra.text import Source, Text, Tokens, load_tokenizer, prepare
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    return Source(str(write_folder(tmp_path / "text", prose(1, 4000), prose(2, 400), prose(3, 300))))
+
+
+@pytest.fixture
+def tokenizer(source: Source, cache: Path) -> Tokenizer:
+    return load_tokenizer("bpe-300", source, cache)
+
+
+def files_of(cache: Path) -> set[str]:
+    """What is in the cache, apart from tokenizers and the locks, which stay."""
+    return {path.name for path in cache.iterdir() if path.suffix != ".lock" and not path.name.startswith("bpe-")}
+
+
+def words_of_numbers(vocabulary: int) -> Tokenizer:
+    """Reads "17" as token 17."""
+    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def test_tokens_are_those_of_the_whole_text_mapped_and_not_loaded(
+    source: Source, tokenizer: Tokenizer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert source.folder is not None
+    odd = random.Random(5)
+    with open(source.folder / "train.txt", "a", newline="") as file:
+        file.writelines(odd_text(odd, 80) for _ in range(50))
+    monkeypatch.setattr(tra.text.source, "PIECE", 777)
+    for split in ("train", "valid", "test"):
+        text = "".join(source.pieces(split))
+        tokens = prepare(source, split, tokenizer, cache, QUIET)
+        read = tokens.read()
+        assert isinstance(read, numpy.memmap)
+        assert read.mode == "r"
+        assert read.tolist() == tokenizer.encode(text).ids
+        assert (tokens.count, tokens.words, tokens.bytes) == (len(read), len(text.split()), len(text.encode()))
+        assert tokens.path.stat().st_size == 2 * tokens.count
+
+
+@needs_data
+@pytest.mark.parametrize("name, split, count", [("wikitext-103", "valid", 249_735), ("wikitext-103", "test", 285_234)])
+def test_wikitext_has_the_known_number_of_tokens(
+    name: str, split: str, count: int, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRA_DATA", str(DATA))
+    source = Source(name)
+    tokens = prepare(source, split, load_tokenizer("gpt2", source, cache), cache, QUIET)
+    assert tokens.count == count
+    assert tokens.words == {"valid": 213_886, "test": 241_211}[split]
+    assert tokens.bytes == source.files(split)[0].stat().st_size
+
+
+@needs_data
+def test_the_training_articles_have_the_known_number_of_tokens_and_come_back(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two and a half million, which takes a quarter of a minute."""
+    monkeypatch.setenv("TRA_DATA", str(DATA))
+    source = Source("wikitext-2")
+    tokenizer = load_tokenizer("gpt2", source, cache)
+    tokens = prepare(source, "train", tokenizer, cache, QUIET)
+    assert tokens.count == 2_448_382
+    assert tokens.dtype == "uint16"
+    end = tokenizer.decode(tokens.read()[-5000:].tolist(), skip_special_tokens=False)
+    assert source.files("train")[0].read_bytes().endswith(end.encode())
+
+
+@pytest.mark.parametrize("vocabulary, dtype", [(300, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
+def test_two_bytes_hold_a_token_wherever_they_can(
+    vocabulary: int, dtype: str, source: Source, cache: Path, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "numbers", f"7 {vocabulary - 1} 0 {vocabulary - 2}\n")
+    tokens = prepare(Source(str(folder)), "train", words_of_numbers(vocabulary), cache, QUIET)
+    assert tokens.dtype == dtype == str(tokens.read().dtype)
+    assert tokens.read().tolist() == [7, vocabulary - 1, 0, vocabulary - 2]
+    assert tokens.path.stat().st_size == 4 * numpy.dtype(dtype).itemsize
+
+
+def test_tokens_are_made_once(
+    source: Source, tokenizer: Tokenizer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(source, "train", tokenizer, cache, QUIET)
+    content = first.read().tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "pieces", None)
+        again = prepare(Source(source.name), "train", tokenizer, cache, QUIET)
+    assert again == first
+    assert files_of(cache) == {first.path.name, first.path.with_suffix(".json").name}
+    first.path.unlink()  # to save space, say
+    assert prepare(source, "train", tokenizer, cache, QUIET).read().tolist() == content
+
+
+def test_tokens_are_named_by_source_tokenizer_and_version(
+    source: Source, tokenizer: Tokenizer, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def path(given: Source = source, by: Tokenizer = tokenizer, split: str = "train") -> Path:
+        return prepare(given, split, by, cache, QUIET).path
+
+    original = path()
+    assert re.fullmatch(r"train-[0-9a-f]{16}\.tokens", original.name)
+    copy = Source(str(write_folder(tmp_path / "copy", prose(1, 4000))))
+    changed = Source(str(write_folder(tmp_path / "changed", prose(1, 4001))))
+    assert path(copy) == original
+    others = [path(changed), path(by=load_tokenizer("bpe-301", source, cache)), path(split="valid")]
+    special = Tokenizer.from_str(tokenizer.to_str())
+    special.add_tokens(["kato"])
+    others.append(path(by=special))
+    monkeypatch.setattr(tra.text.tokens, "VERSION", tra.text.tokens.VERSION + 1)
+    others.append(path())
+    assert len({original, *others}) == 6
+
+
+# Reads slowly, and writes down what it reads.
+PROGRAM = """
+import hashlib, sys, time
+from pathlib import Path
+import tra.text.source
+from tra.text import Source, Text
+
+folder, place, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+tra.text.source.PIECE = 2000
+original = Source.pieces
+
+def pieces(self, split):
+    with open(place / "log", "a") as log:
+        log.write(f"{split}\\n")
+    for piece in original(self, split):
+        time.sleep(seconds)
+        yield piece
+
+Source.pieces = pieces
+(place / sys.argv[4]).touch()
+while not (place / "go").exists():
+    time.sleep(0.001)
+tokens = Text(folder, None, "bpe-300").tokens("train")
+print(tokens.count, hashlib.sha256(tokens.read().tobytes()).hexdigest())
+"""
+
+
+def started(folder: str, place: Path, seconds: float, name: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, folder, str(place), str(seconds), name],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_of_two_processes_one_makes_tokenizer_and_tokens_and_both_read_the_same(
+    source: Source, cache: Path, tmp_path: Path
+) -> None:
+    processes = [started(source.name, tmp_path, 0.02, name) for name in ("first", "second")]
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / name).exists() for name in ("first", "second")):
+        assert time.monotonic() < deadline, [process.communicate() for process in processes]
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    (first, error), (second, other_error) = (process.communicate(timeout=60) for process in processes)
+    assert (error, other_error) == ("", "")
+    assert first == second
+    assert (tmp_path / "log").read_text() == "train\ntrain\n"  # once for the tokenizer, once for the tokens
+    text = Text(source.name, None, "bpe-300")
+    assert first.startswith(f"{text.tokens('train').count} ")
+    assert len(files_of(cache)) == 2
+
+
+def test_killed_in_the_middle_it_leaves_nothing_that_looks_complete(
+    source: Source, tokenizer: Tokenizer, cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "go").touch()
+    process = started(source.name, tmp_path, 0.3, "killed")
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size > 0 for path in cache.glob(".train-*.partial")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (partial,) = files_of(cache)
+    assert partial.startswith(".")
+    tokens = prepare(source, "train", tokenizer, cache, QUIET)
+    assert tokens.read().tolist() == tokenizer.encode("".join(source.pieces("train"))).ids
+    assert files_of(cache) == {tokens.path.name, tokens.path.with_suffix(".json").name}
+
+
+def test_stopped_between_the_two_files_it_begins_again(
+    source: Source, tokenizer: Tokenizer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tra.text.tokens, "write_whole", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, "train", tokenizer, cache, QUIET)
+    (alone,) = cache.glob("*.tokens")
+    alone.write_bytes(b"what another version may have left")
+    tokens = prepare(source, "train", tokenizer, cache, QUIET)
+    assert tokens.path == alone
+    assert tokens.read().tolist() == tokenizer.encode("".join(source.pieces("train"))).ids
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """A write beyond the limit fails as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("missing", [1, 15_000])  # fails when the last are written out, or in the middle
+def test_a_full_disk_is_named_with_its_file_and_nothing_is_left(
+    missing: int, source: Source, tokenizer: Tokenizer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tra.text.source, "PIECE", 3000)
+    size = 2 * len(tokenizer.encode("".join(source.pieces("train"))).ids)
+    with full_disk(size - missing), pytest.raises(OSError, match=r"File too large: '.*/train-[0-9a-f]{16}\.tokens'"):
+        prepare(source, "train", tokenizer, cache, QUIET)
+    assert files_of(cache) == set()
+    with full_disk(size):
+        assert prepare(source, "train", tokenizer, cache, QUIET).count == size / 2
+
+
+def test_a_full_disk_ends_the_command_with_one_line(
+    source: Source, tokenizer: Tokenizer, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ["--text.train", source.name, "--text.evaluation", source.name, "--text.tokenizer", "bpe-300"]
+    with full_disk(15_000):
+        assert main(["train", "wikitext103-small", *text, "--output", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"tra: error: \[Errno 27\] File too large: '.*/train-[0-9a-f]{16}\.tokens'\n", error)
+
+
+def test_an_unreadable_source_is_named_itself(
+    source: Source, tokenizer: Tokenizer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pieces(self: Source, split: str) -> Iterator[str]:
+        yield "a beginning\n"
+        open("/nowhere/at-all.txt").close()
+
+    monkeypatch.setattr(Source, "pieces", pieces)
+    with pytest.raises(FileNotFoundError, match=re.escape("No such file or directory: '/nowhere/at-all.txt'")):
+        prepare(source, "valid", tokenizer, cache, QUIET)
+    assert files_of(cache) == set()
+
+
+def test_progress_is_shown(source: Source, tokenizer: Tokenizer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert source.folder is not None
+    (source.folder / "train.txt").write_text("to be or not to be\n" * 120_000)
+    monkeypatch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
+    console = Console(file=io.StringIO(), width=200)
+    prepare(source, "train", tokenizer, cache, console)
+    lines = console.file.getvalue().splitlines()
+    assert any(
+        re.fullmatch(rf"tokens of {source.name}, train: MB 1/2, [\d.]+ MBs/s, \d+ s left", line) for line in lines
+    )
+    assert f"tokens of {source.name}, train: MB 2/2" in lines[-1]
+
+
+MEMORY = """
+import random, sys
+from pathlib import Path
+from rich.console import Console
+from tra.memory import added_megabytes
+from tra.text import Source, load_tokenizer, prepare
+
+folder, cache, rng = Path(sys.argv[1]), Path(sys.argv[2]), random.Random(0)
+folder.mkdir()
+words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(4, 12))) for _ in range(2000)]
+block = " ".join(rng.choices(words, k=115_000)) + "\\n"
+(folder / "train.txt").write_text(block)
+tokenizer = load_tokenizer("bpe-3000", Source(str(folder)), cache)
+with open(folder / "train.txt", "w") as file:
+    for _ in range(8):
+        file.write(block)
+print(added_megabytes(lambda: prepare(Source(str(folder)), "train", tokenizer, cache, Console(quiet=True))))
+"""
+
+
+@pytest.mark.skipif(not measurable(), reason="peak memory is read from Linux's /proc")
+def test_memory_does_not_grow_with_the_text(cache: Path, tmp_path: Path) -> None:
+    """Eight megabytes at once would take 1,100."""
+    process = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "text"), str(cache)], capture_output=True, text=True, check=False
+    )
+    assert process.stderr == ""
+    assert float(process.stdout) < 100
+    (facts,) = (json.loads(path.read_text()) for path in cache.glob("train-*.json"))
+    assert facts["words"] == 920_000
+    assert facts["bytes"] > 8_000_000
+
+
+@pytest.mark.skipif(not measurable(), reason="peak memory is read from Linux's /proc")
+def test_windows_of_a_large_file_do_not_load_it(tmp_path: Path) -> None:
+    large = tmp_path / "large.tokens"
+    with open(large, "wb") as file:
+        file.truncate(1_000_000_000)  # takes no room on the disk
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\x05\x00")
+    task = Text("nowhere", None, "bpe-300")
+    task._splits["train"] = Tokens(large, 500_000_000, 1, 1, "uint16")
+
+    def draw() -> None:
+        for step in range(8):
+            batch = task.sample(torch.Generator().manual_seed(step), 16, 127)
+            assert batch.tokens.shape == (16, 128)
+
+    assert task.tokens("train").read()[-1] == 5
+    assert added_megabytes(draw) < 50
