@@ -1,12 +1,22 @@
 """What the figures show, read back from their pixels."""
 
 from pathlib import Path
+from typing import Any
 
+import matplotlib.colors
 import matplotlib.image
 import numpy
+import pytest
 import torch
+from matplotlib.figure import Figure
 
-from tra.figures import accuracy_by_length, attention_heatmap, heatmap_colours, heatmap_values
+from tra.figures import (
+    accuracy_by_length,
+    attention_heatmap,
+    heatmap_colours,
+    heatmap_values,
+    perplexity_by_window,
+)
 from tra.report import exact_match_table
 
 RESULTS = {
@@ -58,3 +68,80 @@ def test_table_has_a_row_per_mechanism_and_set_and_a_column_per_length() -> None
         "| rope | iid | 1.000 | 0.117 |\n"
         "| rope | sparse | 1.000 | 0.117 |\n"
     )
+
+
+def measured(length: int, perplexity: float, losses: list[float | None], stride: int | None = None) -> dict[str, Any]:
+    return {"length": length, "perplexity": perplexity, "loss_by_position": losses, "stride": stride}
+
+
+PERPLEXITIES = {
+    "tra": [
+        measured(16, 30.0, [5.0, 4.0, 3.5, 3.4]),
+        measured(16, 20.0, [5.0, 4.0, 3.5, 3.2]),
+        measured(64, 18.0, [6.0, 4.0, 3.0, 3.0, None, 2.5]),
+        measured(64, 22.0, [5.0, 4.0, 3.0, 3.0, 3.0, 3.5]),
+        measured(64, 11.0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0], stride=4),
+        measured(256, 10.0, [1.0] * 8, stride=4),
+    ],
+    "rope": [measured(16, 24.0, [5.0, 4.0, 3.5, 3.3]), measured(64, 900.0, [5.0, 4.0, 3.0, 3.0, 60.0, 70.0])],
+}
+
+
+@pytest.fixture
+def perplexity_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    perplexity_by_window(PERPLEXITIES, 16, tmp_path / "perplexity.png")
+    assert matplotlib.image.imread(tmp_path / "perplexity.png").std() > 0.01
+    (figure,) = drawn
+    return figure
+
+
+def test_perplexity_has_a_line_per_mechanism_through_the_means_over_seeds(perplexity_figure: Figure) -> None:
+    """Of windows side by side; sliding ones, and a longest window that was only slid, have no part."""
+    windows, positions = perplexity_figure.axes
+    assert {line.get_label(): line.get_xydata().tolist() for line in windows.lines} == {
+        "tra": [[16, 25], [64, 20]],
+        "rope": [[16, 24], [64, 900]],
+    }
+    assert {line.get_label(): line.get_xydata().tolist() for line in positions.lines} == {
+        "tra": [[1, 5.5], [2, 4], [4, 3], [8, 3], [16, 3], [32, 3]],
+        "rope": [[1, 5], [2, 4], [4, 3], [8, 3], [16, 60], [32, 70]],
+    }
+    assert [panel.get_xlabel() for panel in (windows, positions)] == [
+        "window in tokens",
+        "position in a window of 64",
+    ]
+    (legend,) = perplexity_figure.legends
+    assert [entry.get_text() for entry in legend.get_texts()] == ["tra", "rope", "trained length"]
+
+
+def test_perplexity_has_a_band_over_the_range_of_seeds(perplexity_figure: Figure) -> None:
+    windows, positions = perplexity_figure.axes
+    bands = [collection.get_paths()[0].vertices for collection in windows.collections]
+    ranges = [{place: set(band[band[:, 0] == place][:, 1].tolist()) for place in (16, 64)} for band in bands]
+    assert ranges == [{16: {20.0, 30.0}, 64: {18.0, 22.0}}, {16: {24.0}, 64: {900.0}}]
+    band = positions.collections[0].get_paths()[0].vertices
+    assert set(band[band[:, 0] == 32][:, 1].tolist()) == {2.5, 3.5}
+
+
+def test_the_trained_range_is_shaded_in_both_panels(perplexity_figure: Figure) -> None:
+    for panel, first in zip(perplexity_figure.axes, (16, 1), strict=True):
+        (shade,) = panel.patches
+        left, right = shade.get_x(), shade.get_x() + shade.get_width()
+        assert right == 16
+        assert left == pytest.approx(first / 1.3)
+        assert panel.get_xlim()[0] == pytest.approx(left)
+        assert shade.get_facecolor() == matplotlib.colors.to_rgba("0.92")
+
+
+def test_a_mechanism_that_breaks_down_does_not_press_the_others_together(perplexity_figure: Figure) -> None:
+    windows, positions = perplexity_figure.axes
+    assert windows.get_ylim() == pytest.approx((0.95 * 18, 2.5 * 18))
+    assert positions.get_ylim() == pytest.approx((0.95 * 2.5, 2.0 * 2.5))

@@ -1,5 +1,6 @@
 """Tables and bands over several seeds, against numbers worked out by hand."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tra.figures import accuracy_by_length
-from tra.report import comparison_csv, comparison_tables, spread
+from tra.report import comparison_csv, comparison_tables, perplexity_tables, results_table, spread
 
 
 def runs(column: str, attention: str, name: str, measured: Mapping[int, Sequence[float]]) -> list[dict[str, Any]]:
@@ -149,3 +150,122 @@ def test_several_seeds_are_drawn_as_their_mean_and_a_band_over_their_range(
     images = [matplotlib.image.imread(tmp_path / f"{name}.png") for name in ("seeds", "means")]
     assert images[0].shape == images[1].shape
     assert not numpy.array_equal(*images)
+
+
+def read(
+    attention: str, length: int, stride: int | None, by_seed: Sequence[float], name: str = "valid"
+) -> list[dict[str, Any]]:
+    """Rows of a mechanism in one window, from the perplexity per token of each seed; 3 tokens a word, 2 bytes a token."""
+    return [
+        {
+            "column": "wikitext103",
+            "attention": attention,
+            "seed": seed,
+            "set": name,
+            "length": length,
+            "stride": stride,
+            "perplexity": value,
+            "perplexity_per_word": value**3,
+            "perplexity_per_byte": value**0.5,
+        }
+        for seed, value in enumerate(by_seed)
+    ]
+
+
+READINGS = [
+    *read("tra", 128, None, [4.0, 9.0]),
+    *read("tra", 2048, None, [4.0, 4.0]),
+    *read("tra", 2048, 64, [2.25, 2.25]),
+    *read("rope", 128, None, [4.0, 4.0]),
+    *read("rope", 2048, None, [16.0, 64.0]),
+    *read("rope", 2048, 64, [2.25, 4.0]),
+    *read("nope", 128, None, [4.00001]),
+]
+
+
+def test_perplexities_have_their_lowest_mean_bold_and_the_deviation_over_seeds() -> None:
+    """Of two values the deviation is their difference / sqrt 2: 5 / sqrt 2, 48 / sqrt 2, and so on."""
+    assert perplexity_tables(READINGS) == (
+        "## Perplexity per token, valid, windows side by side\n"
+        "\n"
+        "| attention | 128 | 2,048 |\n"
+        "|---|---:|---:|\n"
+        "| tra | 6.50 ± 3.54 | **4.00 ± 0.00** |\n"
+        "| rope | **4.00 ± 0.00** | 40.00 ± 33.94 |\n"
+        "| nope | **4.00** |  |\n"
+        "\n"
+        "## Perplexity per token, valid, sliding windows\n"
+        "\n"
+        "| attention | 2,048 by 64 |\n"
+        "|---|---:|\n"
+        "| tra | **2.25 ± 0.00** |\n"
+        "| rope | 3.12 ± 1.24 |\n"
+        "\n"
+        "## Perplexity per word, valid, windows side by side\n"
+        "\n"
+        "| attention | 128 | 2,048 |\n"
+        "|---|---:|---:|\n"
+        "| tra | 396.50 ± 470.23 | **64.00 ± 0.00** |\n"
+        "| rope | **64.00 ± 0.00** | 133120.00 ± 182467.49 |\n"
+        "| nope | 64.00 |  |\n"
+        "\n"
+        "## Perplexity per word, valid, sliding windows\n"
+        "\n"
+        "| attention | 2,048 by 64 |\n"
+        "|---|---:|\n"
+        "| tra | **11.39 ± 0.00** |\n"
+        "| rope | 37.70 ± 37.20 |\n"
+        "\n"
+        "## Perplexity per byte, valid, windows side by side\n"
+        "\n"
+        "| attention | 128 | 2,048 |\n"
+        "|---|---:|---:|\n"
+        "| tra | 2.500 ± 0.707 | **2.000 ± 0.000** |\n"
+        "| rope | **2.000 ± 0.000** | 6.000 ± 2.828 |\n"
+        "| nope | **2.000** |  |\n"
+        "\n"
+        "## Perplexity per byte, valid, sliding windows\n"
+        "\n"
+        "| attention | 2,048 by 64 |\n"
+        "|---|---:|\n"
+        "| tra | **1.500 ± 0.000** |\n"
+        "| rope | 1.750 ± 0.354 |\n"
+    )
+
+
+def test_every_set_of_a_text_has_tables_of_its_own() -> None:
+    tables = perplexity_tables(read("tra", 16, None, [4.0]) + read("tra", 16, None, [9.0], "test"))
+    per_token = "| attention | 16 |\n|---|---:|\n| tra | **{}** |\n"
+    assert "## Perplexity per token, valid, windows side by side\n\n" + per_token.format("4.00") in tables
+    assert "## Perplexity per token, test, windows side by side\n\n" + per_token.format("9.00") in tables
+    assert tables.count("##") == 6
+    assert "sliding" not in tables
+
+
+def test_a_run_is_shown_by_what_it_measured() -> None:
+    """Without the column and the seed, which only a grid knows."""
+    rows = [{key: row[key] for key in row if key not in ("column", "attention", "seed")} for row in READINGS[2:5]]
+    shown = results_table("fot", rows)
+    assert "## Perplexity per token, valid, windows side by side\n\n| attention | 2,048 |\n|---|---:|\n" in shown
+    assert "| fot | **2.25** |" in shown
+    matches = [{"set": "iid", "length": 64, "exact_match": 0.5}]
+    assert results_table("fot", matches) == "| attention | set | 64 |\n|---|---|---:|\n| fot | iid | 0.500 |\n"
+
+
+def test_csv_of_perplexity_says_the_stride() -> None:
+    assert comparison_csv(READINGS, "perplexity") == (
+        "task,set,length,attention,seeds,mean,deviation\n"
+        "wikitext103,valid,128,tra,2,6.500000,3.535534\n"
+        "wikitext103,valid,2048,tra,2,4.000000,0.000000\n"
+        "wikitext103,valid (stride 64),2048,tra,2,2.250000,0.000000\n"
+        "wikitext103,valid,128,rope,2,4.000000,0.000000\n"
+        "wikitext103,valid,2048,rope,2,40.000000,33.941125\n"
+        "wikitext103,valid (stride 64),2048,rope,2,3.125000,1.237437\n"
+        "wikitext103,valid,128,nope,1,4.000010,\n"
+    )
+
+
+def test_an_infinite_perplexity_is_shown_and_never_best() -> None:
+    rows = read("tra", 16, None, [math.inf, 4.0]) + read("rope", 16, None, [9.0, 9.0])
+    assert "| tra | inf ± nan |\n| rope | **9.00 ± 0.00** |\n" in perplexity_tables(rows)
+    assert "wikitext103,valid,16,tra,2,inf,nan\n" in comparison_csv(rows, "perplexity")

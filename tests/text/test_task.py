@@ -1,0 +1,248 @@
+"""Windows of a text: those to train on, those to be measured on, and recipes that name a text."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from tests.text.reading import prose, write_folder
+from tra.model import DecoderConfig, sized
+from tra.recipes import RECIPES, Evaluation, Recipe, TextData, figure2
+from tra.text import Text, Tokens
+
+
+def task_of(folder: Path, tokens: Sequence[int]) -> Text:
+    """A task whose every split is these tokens."""
+    path = folder / "some.tokens"
+    numpy.array(tokens, dtype="uint16").tofile(path)
+    task = Text("nowhere", None, "bpe-300")
+    task._splits = dict.fromkeys(("train", "valid", "test"), Tokens(path, len(tokens), 3, 17, "uint16"))
+    return task
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "text", prose(1, 900), prose(2, 300), prose(3, 200))
+
+
+def test_windows_to_train_on_begin_anywhere_and_count_all_but_the_first_token(tmp_path: Path) -> None:
+    task = task_of(tmp_path, range(40))
+    batch = task.sample(torch.Generator().manual_seed(0), 2000, 7)
+    assert batch.tokens.dtype == torch.int64
+    assert batch.tokens.shape == batch.counted.shape == (2000, 8)
+    assert torch.equal(batch.tokens, batch.tokens[:, :1] + torch.arange(8))
+    starts = batch.tokens[:, 0].bincount(minlength=33)
+    assert len(starts) == 33  # the last of which ends with the text
+    assert all(abs(count - 2000 / 33) < 4 * math.sqrt(2000 / 33) for count in starts.tolist())
+    assert batch.counted.tolist() == [[False] + [True] * 7] * 2000
+
+
+def test_windows_to_train_on_depend_on_the_generator_alone(tmp_path: Path) -> None:
+    task = task_of(tmp_path, range(500))
+    first = task.sample(torch.Generator().manual_seed(3), 5, 21).tokens
+    torch.manual_seed(99)
+    again = task_of(tmp_path, range(500)).sample(torch.Generator().manual_seed(3), 5, 21).tokens
+    assert torch.equal(first, again)
+    assert not torch.equal(first, task.sample(torch.Generator().manual_seed(4), 5, 21).tokens)
+
+
+def test_a_window_longer_than_the_text_is_refused(tmp_path: Path) -> None:
+    task = task_of(tmp_path, range(40))
+    assert task.sample(torch.Generator(), 3, 39).tokens.tolist() == [list(range(40))] * 3
+    with pytest.raises(ValueError, match="length must be less than the 40 tokens of nowhere, got 40"):
+        task.sample(torch.Generator(), 3, 40)
+
+
+def predictions(task: Text, length: int, examples: int | None, batch: int, stride: int | None) -> list[tuple[int, int]]:
+    """Each token that is predicted, and how many stand before it. Token i of the text is i."""
+    found = []
+    for part in task.evaluation_batches("valid", length, examples, batch, stride):
+        assert 1 <= len(part) <= batch
+        assert 2 <= part.tokens.shape[1] <= length + 1
+        assert torch.equal(part.tokens, part.tokens[:, :1] + torch.arange(part.tokens.shape[1]))
+        assert not part.counted[:, 0].any()
+        places = part.counted.nonzero().tolist()
+        found += [(int(part.tokens[row, column]), column) for row, column in places]
+    return found
+
+
+def test_windows_side_by_side_predict_every_token_but_the_first_once(tmp_path: Path) -> None:
+    """Each with what stands before it in its own window."""
+    for count, length, batch in [(2, 1, 1), (2, 9, 4), (40, 7, 3), (43, 7, 3), (36, 7, 99), (36, 35, 2), (50, 49, 1)]:
+        found = predictions(task_of(tmp_path, range(count)), length, None, batch, None)
+        assert found == [(token, (token - 1) % length + 1) for token in range(1, count)]
+
+
+def test_sliding_windows_predict_every_token_but_the_first_once(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    cases = [(40, 8, 8), (40, 8, 1), (40, 8, 3), (9, 8, 5), (8, 8, 5), (2, 8, 1), (10, 8, 8)]
+    for _ in range(100):
+        length = rng.randint(1, 20)
+        cases.append((rng.randint(2, 70), length, rng.randint(1, length)))
+    for count, length, stride in cases:
+        found = predictions(task_of(tmp_path, range(count)), length, None, rng.randint(1, 5), stride)
+        assert [token for token, _ in found] == list(range(1, count))
+        for token, before in found:
+            if token <= length:
+                assert before == token  # the first window: all there is
+            else:
+                assert before > length - stride
+                assert before <= length
+
+
+def test_a_stride_of_one_gives_every_token_a_whole_window(tmp_path: Path) -> None:
+    found = predictions(task_of(tmp_path, range(30)), 6, None, 4, 1)
+    assert [before for _, before in found] == [1, 2, 3, 4, 5] + [6] * 24
+
+
+def test_a_stride_as_long_as_the_window_differs_only_in_the_last_one(tmp_path: Path) -> None:
+    task = task_of(tmp_path, range(30))
+    assert predictions(task, 6, None, 2, 6)[:24] == predictions(task, 6, None, 2, None)[:24]
+    assert [before for _, before in predictions(task, 6, None, 2, 6)[24:]] == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("stride", [None, 2])
+def test_examples_are_so_many_windows_side_by_side(tmp_path: Path, stride: int | None) -> None:
+    task = task_of(tmp_path, range(50))
+    for examples, last in [(1, 7), (3, 21), (7, 49), (8, 49)]:
+        assert [token for token, _ in predictions(task, 7, examples, 2, stride)] == list(range(1, last + 1))
+
+
+def test_windows_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    task = task_of(tmp_path, range(100))
+    for stride in (None, 3):
+        assert len({tuple(predictions(task, 9, None, batch, stride)) for batch in (1, 2, 5, 50)}) == 1
+
+
+def test_words_and_bytes_are_those_of_what_is_read(folder: Path) -> None:
+    task, text = Text(str(folder), None, "bpe-270"), (folder / "valid.txt").read_text()
+    assert task.extent("valid", 16, None) == (len(text.split()), len(text.encode()))
+    beginning = task.tokenizer.decode(task.tokens("valid").read()[: 5 * 16 + 1].tolist())
+    assert text.startswith(beginning)
+    assert task.extent("valid", 16, 5) == (len(beginning.split()), len(beginning.encode()))
+    assert task.extent("valid", 16, 5)[1] < len(text) / 3
+    assert task.extent("valid", 16, 10**6) == task.extent("valid", 16, None)
+
+
+def test_train_and_evaluation_may_be_different_texts_with_one_tokenizer(folder: Path, tmp_path: Path) -> None:
+    other = write_folder(tmp_path / "other", "", "unlike anything before\n", "und ganz andere Wörter\n")
+    task = Text(str(folder), str(other), "bpe-400")
+    assert task.tokenizer.to_str() == Text(str(folder), None, "bpe-400").tokenizer.to_str()
+    assert task.text(torch.from_numpy(task.tokens("valid").read()[:].astype("int64"))) == "unlike anything before\n"
+    assert task.text(torch.from_numpy(task.tokens("test").read()[:].astype("int64"))) == "und ganz andere Wörter\n"
+    assert task.tokens("train").bytes == (folder / "train.txt").stat().st_size
+    assert task.vocabulary == len(task.symbols) == 400
+
+
+@pytest.mark.parametrize(
+    "name, length, examples, stride, message",
+    [
+        ("train", 8, None, None, "evaluation set must be one of test, valid, got 'train'"),
+        ("valld", 8, None, None, "evaluation set must be one of test, valid, got 'valld'; did you mean 'valid'"),
+        ("valid", 8, 0, None, "examples must be at least 1, got 0"),
+        ("valid", 0, None, None, "length must be at least 1, got 0"),
+        ("valid", -3, None, None, "length must be at least 1, got -3"),
+        ("valid", 8, None, 0, "stride must be between 1 and the window of 8, got 0"),
+        ("valid", 8, None, 9, "stride must be between 1 and the window of 8, got 9"),
+    ],
+)
+def test_wrong_evaluation_is_named(
+    name: str, length: int, examples: int | None, stride: int | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        next(task_of(tmp_path, range(40)).evaluation_batches(name, length, examples, 1, stride))
+
+
+def test_a_text_of_one_token_cannot_be_measured(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="text must have at least 2 tokens to predict one, but test of nowhere"):
+        next(task_of(tmp_path, [7]).evaluation_batches("test", 8, None, 1))
+
+
+TINY = Recipe(
+    name="tiny-text",
+    model=DecoderConfig(vocabulary=300, layers=1, heads=2, width=16),
+    task="text",
+    text=TextData("nowhere", tokenizer="bpe-300"),
+    length=16,
+    steps=3,
+    batch=2,
+    learning_rate=1e-3,
+    evaluations=(Evaluation("valid", 16, 4), Evaluation("test", 32, None, 8)),
+)
+
+
+def test_a_recipe_reads_no_text_and_comes_back_from_json() -> None:
+    assert Recipe.from_json(TINY.to_json()) == TINY
+    assert TINY.build_task().measure == "perplexity"
+    for recipe in (RECIPES["wikitext103"](), RECIPES["wikitext103-small"](), *figure2.smoke().values()):
+        assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"text": None}, "text must be given for the task text and for no other, got None for text"),
+        ({"task": "flip_flop"}, r"text must be given for the task text and for no other, got TextData.* for flip_flop"),
+        ({"data": "hub"}, "data and alphabet must be left alone for text, got 'hub' and None"),
+        ({"alphabet": 10}, "data and alphabet must be left alone for text, got 'fresh' and 10"),
+    ],
+)
+def test_text_and_its_task_need_each_other(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": replace(TINY.model, vocabulary=299)}, "model.vocabulary must be at least 300 for text, got 299"),
+        ({"length": 100_000}, r"length must be less than the \d,\d+ tokens of .*, got 100000"),
+        (
+            {"evaluations": (Evaluation("valid", 16, 4), Evaluation("dev", 16, 4))},
+            "evaluation set must be one of test,",
+        ),
+        ({"evaluations": (Evaluation("valid", 16, 4, stride=17),)}, "stride must be between 1 and the window of 16"),
+        ({"evaluations": (Evaluation("valid", 0, 4),)}, "length must be at least 1, got 0"),
+    ],
+)
+def test_what_a_text_cannot_have_is_refused(changes: dict[str, object], message: str, folder: Path) -> None:
+    text = TextData(str(folder), tokenizer="bpe-300")
+    replace(TINY, text=text).check_task()
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, text=text, **changes).check_task()
+
+
+def test_a_stride_is_for_texts_alone() -> None:
+    recipe = RECIPES["flip-flop-small"]()
+    with pytest.raises(ValueError, match="stride must be None for flip_flop, which is no text, got 4"):
+        replace(recipe, evaluations=(Evaluation("iid", 16, 4, stride=4),))
+
+
+def test_the_paper_scale_has_the_papers_numbers() -> None:
+    recipe = RECIPES["wikitext103"]()
+    assert figure2.paper() == {"wikitext103": recipe}
+    assert (recipe.model.layers, recipe.model.heads, recipe.model.width) == (8, 8, 512)
+    assert recipe.model.vocabulary == 50257
+    assert recipe.model == sized("medium")
+    assert (recipe.length, recipe.batch, recipe.steps) == (128, 64, 100_000)
+    assert recipe.text is not None
+    assert asdict(recipe.text) == {"train": "wikitext-103", "evaluation": None, "tokenizer": "gpt2"}
+    windows = [128, 256, 512, 1024, 2048, 4096]
+    assert [entry.length for entry in recipe.evaluations if entry.stride is None] == windows
+    assert [entry.length for entry in recipe.evaluations if entry.stride == 128] == windows
+    assert {(entry.name, entry.examples) for entry in recipe.evaluations} == {("test", None)}
+    assert (recipe.seed, recipe.precision, recipe.data) == (0, "no", "fresh")
+
+
+def test_the_smaller_scales_train_on_one_text_and_are_measured_on_the_other() -> None:
+    for recipe in (RECIPES["wikitext103-small"](), figure2.smoke()["wikitext103"]):
+        assert recipe.text is not None
+        assert (recipe.text.train, recipe.text.evaluation) == ("wikitext-2", "wikitext-103")
+        assert recipe.text.tokenizer == f"bpe-{recipe.model.vocabulary}"
+        assert {entry.name for entry in recipe.evaluations} == {"valid"}
+        assert any(entry.stride for entry in recipe.evaluations)
