@@ -60,7 +60,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["trian"], "command must be one of bench, demo, evaluate, list, reproduce, train, got 'trian'; did you mean"),
+        (["trian"], "inspect, list, reproduce, train, got 'trian'; did you mean 'train'?"),
         (["train", "flipflop"], "got 'flipflop'; did you mean 'flip-flop'?"),
         (["train", "flip-flop-small", "--steps", "0"], "steps must be at least 1, got 0"),
         (["train", "flip-flop-small", "--length", "63"], "length must be an even number of tokens, at least 4, got 63"),
@@ -68,7 +68,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["train", "flip-flop-small", "--data", "/nowhere"], "data must be a folder with train-*.parquet files"),
         (["train", "flip-flop-small", "--model.attention", "rop"], "did you mean 'rope'?"),
         (["train", "flip-flop-small", "--stepps", "3"], "--steps"),
-        (["train"], "recipe or --resume RUN must be given; recipes: flip-flop, flip-flop-small, copy-unique"),
+        (["train"], "recipe or --resume RUN must be given; recipes: flip-flop, flip-flop-small, wikitext103"),
         (["train", "--resume=nowhere"], "run must be a folder that holds recipe.json, got nowhere"),
         (["demo", "--attention"], "attention must name at least one mechanism"),
         (["bench", "--seconds", "0"], "seconds must be positive, got 0.0"),

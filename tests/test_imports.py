@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def test_import_loads_no_optional_dependency() -> None:
-    optional = ["accelerate", "tyro", "rich", "matplotlib", "safetensors", "datasets", "transformers", "filelock"]
+    train = ["accelerate", "tyro", "rich", "matplotlib", "safetensors", "filelock"]
+    optional = [*train, "datasets", "transformers", "tokenizers", "pyarrow"]
     program = (
         "import torch, sys\n"
         "before = set(sys.modules)\n"

@@ -155,7 +155,7 @@ def test_several_seeds_are_drawn_as_their_mean_and_a_band_over_their_range(
 def read(
     attention: str, length: int, stride: int | None, by_seed: Sequence[float], name: str = "valid"
 ) -> list[dict[str, Any]]:
-    """Rows of a mechanism in one window, from the perplexity per token of each seed; 3 tokens a word, 2 bytes a token."""
+    """Rows of a mechanism in one window, from the perplexity per token of each seed: 3 tokens a word, 2 bytes each."""
     return [
         {
             "column": "wikitext103",

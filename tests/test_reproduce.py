@@ -22,11 +22,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 import tra.reproduce
+from tests.text.reading import prose, write_folder
 from tra.attention import MECHANISMS
 from tra.cli import main
 from tra.errors import Interrupted
 from tra.grid import Cell
-from tra.recipes import Evaluation, Recipe, figure1, table1, tuning
+from tra.recipes import Evaluation, Recipe, figure1, figure2, table1, tuning
 from tra.reproduce import REPRODUCTIONS, best_rates, cells_of, part_of, tuning_losses
 
 PNG = b"\x89PNG"
@@ -420,6 +421,109 @@ def test_figure1_is_drawn_from_another_seed_while_the_first_is_not_finished(
     assert [panel.get_title() for panel in drawn[0].axes if panel.images] == [f"tra, layer 1, head {i}" for i in (1, 2)]
 
 
+@pytest.fixture
+def small_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the smoke scale of figure2 reads, in a few kilobytes."""
+    write_folder(tmp_path / "data" / "wikitext-2", prose(1, 800))
+    write_folder(tmp_path / "data" / "wikitext-103", "", prose(2, 300))
+    monkeypatch.setenv("TRA_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("TRA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "data"
+
+
+@pytest.mark.usefixtures("small_texts")
+def test_figure2_ends_in_tables_of_perplexity_and_a_figure(
+    tmp_path: Path, drawn: list[Figure], run_here: list[list[Cell]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "figure"
+    command = smoke("figure2", folder, "--seeds", "2", "--attention", "tra,rope")
+    assert main(command) == 0
+    table = (folder / "table.md").read_text()
+    shown = capsys.readouterr().out
+    assert table in shown
+    assert shown.splitlines()[-1] == str(folder)
+    made = {path.name for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+    assert made == {"table.md", "table.csv", "perplexity.png", "results.json"}
+    assert (folder / "perplexity.png").read_bytes().startswith(PNG)
+
+    # Three windows, of two mechanisms with two seeds.
+    content = content_of(folder)
+    rows = content["results"]
+    assert (content["runs"], content["finished"], len(rows)) == (4, 4, 12)
+    assert {(row["length"], row["stride"]) for row in rows} == {(16, None), (32, None), (32, 8)}
+    assert {row["tokens"] for row in rows} == {128}
+    assert content["recipes"]["wikitext103"]["text"]["evaluation"] == "wikitext-103"
+
+    def means(measure: str, length: int, stride: int | None) -> dict[str, float]:
+        mine = [row for row in rows if (row["length"], row["stride"]) == (length, stride)]
+        return {name: sum(row[measure] for row in mine if row["attention"] == name) / 2 for name in ("tra", "rope")}
+
+    parts = table.split("## ")[1:]
+    assert [part.splitlines()[0] for part in parts] == [
+        f"Perplexity per {unit}, valid, {how}"
+        for unit in ("token", "word", "byte")
+        for how in ("windows side by side", "sliding windows")
+    ]
+    for part, measure in zip(parts[::2], ("perplexity", "perplexity_per_word", "perplexity_per_byte"), strict=True):
+        assert part.splitlines()[2] == "| attention | 16 | 32 |"
+        cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in part.splitlines()[4:6]}
+        for column, length in enumerate((16, 32)):
+            expected = means(measure, length, None)
+            lowest = min(expected.values())
+            for name, mean in expected.items():
+                text = cells[name][column]
+                assert text.startswith("**") == (round(mean, 4) == round(lowest, 4))
+                assert float(text.strip("*").split(" ± ")[0]) == pytest.approx(mean, abs=0.006)
+    assert "| attention | 32 by 8 |" in parts[1]
+
+    with open(folder / "table.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 6
+    for line in lines:
+        expected = means("perplexity", int(line["length"]), 8 if "stride 8" in line["set"] else None)
+        assert float(line["mean"]) == pytest.approx(expected[line["attention"]], abs=1e-5)
+
+    windows, positions = drawn[-1].axes
+    assert [line.get_label() for line in windows.lines] == ["tra", "rope"]
+    assert [line.get_xdata().tolist() for line in windows.lines] == [[16, 32]] * 2
+    assert [line.get_xdata().tolist() for line in positions.lines] == [[1, 2, 4, 8, 16]] * 2
+    for line in windows.lines:
+        expected = [means("perplexity", length, None)[str(line.get_label())] for length in (16, 32)]
+        assert line.get_ydata().tolist() == pytest.approx(expected)
+
+    # All of it from what is stored.
+    before, first = files_below(folder / "runs"), {name: (folder / name).read_bytes() for name in made}
+    for name in made:
+        (folder / name).unlink()
+    assert main([*command, "--no-train"]) == 0
+    assert len(run_here) == 1
+    assert files_below(folder / "runs") == before
+    for name in ("table.md", "table.csv"):
+        assert (folder / name).read_bytes() == first[name]
+    assert (folder / "perplexity.png").read_bytes().startswith(PNG)
+    assert content_of(folder)["results"] == rows
+
+
+@pytest.mark.usefixtures("run_here")
+def test_figure2_without_its_text_says_what_is_missing(
+    tmp_path: Path, small_texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small_texts / "wikitext-103" / "valid.txt").unlink()
+    assert main(smoke("figure2", tmp_path / "figure", "--seeds", "1", "--attention", "tra")) == 1
+    error = capsys.readouterr().err
+    assert f"is finished: text must hold a valid split: no file in {small_texts / 'wikitext-103'} ends in .txt" in error
+    assert error.count("\n") == 1
+
+
+def test_figure2_compares_six_mechanisms_on_the_same_windows(tmp_path: Path) -> None:
+    assert REPRODUCTIONS["figure2"].attention == ("tra", "rope", "nope", "alibi", "fot", "cope")
+    for scale in ("paper", "small", "smoke"):
+        (usual,) = getattr(figure2, scale)().values()
+        cells = cells_of(REPRODUCTIONS["figure2"], tmp_path, scale, 2, REPRODUCTIONS["figure2"].attention)
+        assert len({cell.folder for cell in cells}) == len(cells) == 12
+        assert {replace(cell.recipe, seed=0, model=usual.model) for cell in cells} == {usual}
+
+
 def test_tuned_learning_rates_are_those_of_the_small_table_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,7 +631,8 @@ def test_paper_scale_has_the_papers_numbers() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["table2"], "name must be one of cost, figure1, table1, tuning, got 'table2'; did you mean 'table1'?"),
+        (["table2"], "table1, tuning, got 'table2'; did you mean 'table1'?"),
+        (["figure2", "--attention", "tra,sinusoid"], "got 'sinusoid'; did you mean 'sinusoidal'?"),
         (["table1", "--scale", "smal"], "scale must be one of paper, small, smoke, got 'smal'; did you mean 'small'?"),
         (["cost", "--scale", "smok"], "scale must be one of paper, small, smoke, got 'smok'; did you mean 'smoke'?"),
         (["table1", "--attention", "tra,rop"], "got 'rop'; did you mean 'rope'?"),

@@ -1,0 +1,206 @@
+"""Training on text: windows by seed and step, exact resume after a kill, and the commands around it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from tests.text.reading import prose, write_folder
+from tra.cli import main
+from tra.evaluation import evaluate
+from tra.model import Decoder, DecoderConfig
+from tra.recipes import Evaluation, Recipe, TextData
+from tra.tasks import Batch
+from tra.text import Text
+from tra.training import summed_loss, train, training_batches
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "text", prose(1, 900), prose(2, 300), prose(3, 200))
+
+
+@pytest.fixture
+def recipe(folder: Path) -> Recipe:
+    """Dropout is on, so that an exact resume has to get the random numbers right too."""
+    return Recipe(
+        name="tiny-text",
+        model=DecoderConfig(vocabulary=300, layers=1, heads=2, width=16, dropout=0.1),
+        task="text",
+        text=TextData(str(folder), tokenizer="bpe-300"),
+        length=16,
+        steps=40,
+        batch=4,
+        learning_rate=1e-3,
+        log_every=1,
+        checkpoint_every=4,
+        evaluations=(Evaluation("valid", 16, 4), Evaluation("valid", 32, 4, 8)),
+    )
+
+
+def test_windows_depend_on_seed_and_step_alone(recipe: Recipe, folder: Path) -> None:
+    batches = training_batches(recipe)
+    assert not torch.equal(batches(0).tokens, batches(1).tokens)
+    assert torch.equal(training_batches(replace(recipe, steps=9, learning_rate=0.1))(7).tokens, batches(7).tokens)
+    assert not torch.equal(training_batches(replace(recipe, seed=1))(7).tokens, batches(7).tokens)
+    ids = Text(str(folder), None, "bpe-300").tokens("train").read().tolist()
+    windows = {tuple(ids[start : start + 17]) for start in range(len(ids) - 16)}
+    assert {tuple(row) for step in range(20) for row in batches(step).tokens.tolist()} <= windows
+
+
+def test_the_loss_of_text_is_that_of_every_token_but_the_first() -> None:
+    """Written out, and as it is where not all tokens count."""
+    model = Decoder(DecoderConfig(vocabulary=50, layers=1, heads=2, width=16, dropout=0.0))
+    tokens = torch.randint(50, (3, 13))
+    counted = torch.ones(3, 13, dtype=torch.bool)
+    counted[:, 0] = False
+    loss = F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(summed_loss(model, Batch(tokens, counted)), loss.sum())
+    counted[1, 5] = False
+    torch.testing.assert_close(summed_loss(model, Batch(tokens, counted)), loss.sum() - loss[1, 4])
+
+
+def test_a_model_learns_the_text_it_is_trained_on(tmp_path: Path, recipe: Recipe) -> None:
+    """Of three words that follow each other; what it learned it knows of windows it never saw."""
+    write_folder(tmp_path / "three", "ka to mi " * 500, "to mi ka " * 30)
+    learned = replace(
+        recipe,
+        text=TextData(str(tmp_path / "three"), tokenizer="bpe-257"),
+        model=replace(recipe.model, vocabulary=257, dropout=0.0),
+        steps=60,
+        learning_rate=1e-2,
+        evaluations=(),
+    )
+    model = train(learned, tmp_path / "run", console=QUIET)
+    found = evaluate(model, learned.build_task(), Evaluation("valid", 16, None))
+    assert found["perplexity"] < 2.0
+    assert evaluate(Decoder(learned.model), learned.build_task(), Evaluation("valid", 16, None))["perplexity"] > 200
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": DecoderConfig(vocabulary=299)}, "model.vocabulary must be at least 300 for text, got 299"),
+        ({"length": 10**6}, "length must be less than the"),
+        ({"evaluations": (Evaluation("dev", 16, 4),)}, "evaluation set must be one of test, valid, got 'dev'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_training(
+    changes: dict[str, object], message: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(replace(recipe, **changes), tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def started(folder: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tra", "train", "--resume", str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_killed_run_ends_with_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+    """SIGKILL while tokens are made and while a checkpoint is written, then on to the end."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for run in (whole, killed):
+        run.mkdir()
+        (run / "recipe.json").write_text(recipe.to_json())
+    cache = Path(os.environ["TRA_CACHE"])
+    moments = [
+        lambda: list(cache.glob(".*.partial")) or list(cache.glob("*.tokens")),
+        lambda: all(list((killed / "checkpoints").glob(name)) for name in ("step-????????", "*.partial")),
+    ]
+    for moment in moments:
+        process = started(killed)
+        deadline = time.monotonic() + 60
+        while not moment():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    process = started(killed)
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert "going on from" in out
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the other processes
+    try:
+        assert main(["train", "--resume", str(whole)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 41))
+    assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        last = Path("checkpoints") / "step-00000040" / name
+        assert (killed / last).read_bytes() == (whole / last).read_bytes()
+    results = [json.loads((run / "results.json").read_text())["results"] for run in (killed, whole)]
+    assert results[0] == results[1]
+    assert [(result["length"], result["stride"]) for result in results[0]] == [(16, None), (32, 8)]
+
+
+def test_train_and_evaluate_on_a_folder_from_the_command_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe is measured on other text, which is looked for under its name in $TRA_DATA."""
+    write_folder(tmp_path / "data" / "wikitext-103", "", prose(7, 3000))
+    monkeypatch.setenv("TRA_DATA", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    model = ["--model.vocabulary", "300", "--model.layers", "1", "--model.heads", "2", "--model.width", "16"]
+    text = ["--text.train", str(folder), "--text.tokenizer", "bpe-300"]
+    assert main(["train", "wikitext103-small", *text, *model, "--length", "16", "--steps", "2", "--batch", "3"]) == 0
+    run = Path(capsys.readouterr().out.splitlines()[-1])
+    assert run == Path("runs/wikitext103-small-tra-0")
+    stored = json.loads((run / "recipe.json").read_text())
+    assert stored["text"] == {"train": str(folder), "evaluation": "wikitext-103", "tokenizer": "bpe-300"}
+    content = json.loads((run / "results.json").read_text())
+    assert (content["task"], content["step"]) == ("text", 2)
+    assert set(content["results"][0]) == {
+        *("set", "length", "examples", "stride", "tokens", "words", "bytes", "loss"),
+        *("perplexity", "perplexity_per_word", "perplexity_per_byte", "loss_by_position"),
+    }
+    text_of_it = (tmp_path / "data" / "wikitext-103" / "valid.txt").read_text()
+    assert {(result["words"], result["bytes"]) for result in content["results"]} == {
+        (len(text_of_it.split()), len(text_of_it))
+    }
+    assert all(200 < result["perplexity"] < 400 for result in content["results"])
+
+    before = (run / "results.json").read_bytes()
+    assert main(["evaluate", str(run), "--lengths", "16", "48", "--stride", "8", "--examples", "4", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["results"]
+    assert [(entry["length"], entry["stride"], entry["tokens"]) for entry in measured] == [(16, 8, 64), (48, 8, 192)]
+    assert main(["evaluate", str(run), "--lengths", "21", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["results"]
+    assert (entry["set"], entry["stride"], entry["examples"]) == ("valid", None, None)
+    assert entry["bytes"] == len(text_of_it)
+    assert main(["evaluate", str(run), "--lengths", "21"]) == 0
+    shown = capsys.readouterr().out
+    assert f"| tra | **{entry['perplexity']:.2f}** |" in shown
+    assert re.search(r"tra at +21 tokens:  valid \d+\.\d{3}\n", shown)
+    for wrong, message in (
+        (["--lengths", "0"], "length must be at least 1, got 0"),
+        (["--lengths", "8", "--stride", "9"], "stride must be between 1 and the window of 8, got 9"),
+        (["--sets", "test"], f"text must hold a test split: no file in {tmp_path / 'data' / 'wikitext-103'} ends in"),
+    ):
+        assert main(["evaluate", str(run), *wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"tra: error: {message}")
+        assert error.count("\n") == 1
+    assert (run / "results.json").read_bytes() == before
