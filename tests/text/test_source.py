@@ -12,6 +12,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 import tra.text.source
@@ -19,6 +20,8 @@ from tests.text.reading import ODD, odd_text, prose, write_folder
 from tra.cli import main
 from tra.errors import RunError
 from tra.text import Source, load_tokenizer
+
+QUIET = Console(quiet=True)
 
 
 def text_of(folder: Path, split: str = "train") -> str:
@@ -260,7 +263,7 @@ def gpt2_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """With merges for whatever ODD makes likely."""
     folder, rng = tmp_path_factory.mktemp("odd"), random.Random(1)
     write_folder(folder, "".join(odd_text(rng, 200) for _ in range(200)))
-    return load_tokenizer("bpe-700", Source(str(folder)), folder)
+    return load_tokenizer("bpe-700", Source(str(folder)), folder, QUIET)
 
 
 @pytest.fixture(scope="module")

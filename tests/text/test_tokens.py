@@ -37,7 +37,7 @@ def source(tmp_path: Path) -> Source:
 
 @pytest.fixture
 def tokenizer(source: Source, cache: Path) -> Tokenizer:
-    return load_tokenizer("bpe-300", source, cache)
+    return load_tokenizer("bpe-300", source, cache, QUIET)
 
 
 def files_of(cache: Path) -> set[str]:
@@ -78,7 +78,7 @@ def test_wikitext_has_the_known_number_of_tokens(
 ) -> None:
     monkeypatch.setenv("TRA_DATA", str(DATA))
     source = Source(name)
-    tokens = prepare(source, split, load_tokenizer("gpt2", source, cache), cache, QUIET)
+    tokens = prepare(source, split, load_tokenizer("gpt2", source, cache, QUIET), cache, QUIET)
     assert tokens.count == count
     assert tokens.words == {"valid": 213_886, "test": 241_211}[split]
     assert tokens.bytes == source.files(split)[0].stat().st_size
@@ -91,7 +91,7 @@ def test_the_training_articles_have_the_known_number_of_tokens_and_come_back(
     """Two and a half million, which takes a quarter of a minute."""
     monkeypatch.setenv("TRA_DATA", str(DATA))
     source = Source("wikitext-2")
-    tokenizer = load_tokenizer("gpt2", source, cache)
+    tokenizer = load_tokenizer("gpt2", source, cache, QUIET)
     tokens = prepare(source, "train", tokenizer, cache, QUIET)
     assert tokens.count == 2_448_382
     assert tokens.dtype == "uint16"
@@ -135,7 +135,7 @@ def test_tokens_are_named_by_source_tokenizer_and_version(
     copy = Source(str(write_folder(tmp_path / "copy", prose(1, 4000))))
     changed = Source(str(write_folder(tmp_path / "changed", prose(1, 4001))))
     assert path(copy) == original
-    others = [path(changed), path(by=load_tokenizer("bpe-301", source, cache)), path(split="valid")]
+    others = [path(changed), path(by=load_tokenizer("bpe-301", source, cache, QUIET)), path(split="valid")]
     special = Tokenizer.from_str(tokenizer.to_str())
     special.add_tokens(["kato"])
     others.append(path(by=special))
@@ -284,17 +284,17 @@ def test_an_unreadable_source_is_named_itself(
     assert files_of(cache) == set()
 
 
-def test_progress_is_shown(source: Source, tokenizer: Tokenizer, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown(source: Source, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.folder is not None
     (source.folder / "train.txt").write_text("to be or not to be\n" * 120_000)
     monkeypatch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
     console = Console(file=io.StringIO(), width=200)
-    prepare(source, "train", tokenizer, cache, console)
+    prepare(source, "train", load_tokenizer("bpe-270", source, cache, console), cache, console)
     lines = console.file.getvalue().splitlines()
-    assert any(
-        re.fullmatch(rf"tokens of {source.name}, train: MB 1/2, [\d.]+ MBs/s, \d+ s left", line) for line in lines
-    )
-    assert f"tokens of {source.name}, train: MB 2/2" in lines[-1]
+    for what in ("bpe-270", "tokens"):
+        shown = rf"{what} of {source.name}, train: MB {{}}/2, [\d.e+]+ MBs/s, \d+ s left"
+        for done in (1, 2):
+            assert any(re.fullmatch(shown.format(done), line) for line in lines)
 
 
 MEMORY = """
@@ -309,7 +309,7 @@ folder.mkdir()
 words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(4, 12))) for _ in range(2000)]
 block = " ".join(rng.choices(words, k=115_000)) + "\\n"
 (folder / "train.txt").write_text(block)
-tokenizer = load_tokenizer("bpe-3000", Source(str(folder)), cache)
+tokenizer = load_tokenizer("bpe-3000", Source(str(folder)), cache, Console(quiet=True))
 with open(folder / "train.txt", "w") as file:
     for _ in range(8):
         file.write(block)

@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
+
 from tra.errors import RunError
 from tra.lookup import lookup
+from tra.progress import progress
 
 SPLITS = {
     "train": ("train", "training"),
@@ -104,6 +107,15 @@ class Source:
                 enough = max(PIECE, 2 * len(rest))  # a text without boundaries is not searched again and again
         if rest:
             yield rest
+
+    def shown(self, split: str, console: Console, what: str) -> Iterator[str]:
+        """The pieces of a split, with progress through them."""
+        total, size = self.megabytes(split), 0
+        with progress(console, f"{what} of {self.name}, {split}", total, "MB") as update:
+            for piece in self.pieces(split):
+                yield piece
+                size += len(piece.encode())
+                update(min(total, size >> 20))
 
     def _chunks(self, split: str) -> Iterator[str]:
         """The text of a split in parts of any size; every file ends a line."""

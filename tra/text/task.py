@@ -43,7 +43,7 @@ class Text(Task):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_name, Source(self.train), cache_folder())
+        return load_tokenizer(self.tokenizer_name, Source(self.train), cache_folder(), self.console)
 
     @property
     def symbols(self) -> Sequence[str]:

@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 from filelock import FileLock
+from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tra.errors import RunError
@@ -18,7 +19,7 @@ VERSION = 1
 """Raised whenever the same text would give another tokenizer."""
 
 
-def load_tokenizer(name: str, source: Source, cache: Path) -> Tokenizer:
+def load_tokenizer(name: str, source: Source, cache: Path, console: Console) -> Tokenizer:
     """The tokenizer that a name stands for.
 
     Args:
@@ -26,9 +27,10 @@ def load_tokenizer(name: str, source: Source, cache: Path) -> Tokenizer:
             and `merges.txt`; or "bpe-N", a byte-level BPE of N tokens trained on the source's training split.
         source: the text to train on.
         cache: folder for a trained tokenizer, which is trained once.
+        console: shows the progress of that.
     """
     if name.startswith("bpe-"):
-        return _trained(name, source, cache)
+        return _trained(name, source, cache, console)
     folder = local(name) or Path(name)
     try:
         found = _in_folder(folder)
@@ -61,7 +63,7 @@ def _in_folder(folder: Path) -> Tokenizer | None:
     return None
 
 
-def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
+def _trained(name: str, source: Source, cache: Path, console: Console) -> Tokenizer:
     size = name.removeprefix("bpe-")
     if not size.isdecimal() or int(size) < 257:
         raise ValueError(f"tokenizer must be bpe-N with N at least 257, the bytes and an end of text, got {name!r}")
@@ -77,7 +79,7 @@ def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
                 initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                 show_progress=False,
             )
-            tokenizer.train_from_iterator(source.pieces("train"), trainer)
+            tokenizer.train_from_iterator(source.shown("train", console, name), trainer)
             write_whole(path, tokenizer.to_str())
     return Tokenizer.from_file(str(path))
 

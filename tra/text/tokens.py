@@ -12,7 +12,6 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tra.files import sync, write_whole
-from tra.progress import progress
 from tra.text.source import Source
 
 VERSION = 1
@@ -55,16 +54,14 @@ def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path, console
     dtype = "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
     aside = path.with_name(f".{path.name}.partial")
     count = words = size = 0
-    total = source.megabytes(split)
     try:
-        with open(aside, "wb") as file, progress(console, f"tokens of {source.name}, {split}", total, "MB") as update:
-            for piece in source.pieces(split):
+        with open(aside, "wb") as file:
+            for piece in source.shown(split, console, "tokens"):
                 ids = numpy.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
                 file.write(ids.tobytes())
                 count += len(ids)
                 words += len(piece.split())
                 size += len(piece.encode())
-                update(min(total, size >> 20))
         if count == 0:
             raise ValueError(f"text must not be empty, but the {split} split of {source.name} is")
         sync(aside)
