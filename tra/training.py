@@ -25,7 +25,7 @@ from torch import Tensor
 from tra import checkpoint
 from tra.errors import Interrupted, RunError
 from tra.files import write_whole
-from tra.model import Decoder
+from tra.model import Block, Decoder
 from tra.progress import progress
 from tra.recipes import Recipe
 from tra.tasks import Batch
@@ -38,22 +38,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tenso
     The folder holds ``recipe.json``, ``metrics.jsonl`` (the same bytes however often the run was interrupted),
     ``speed.jsonl`` and ``checkpoints/``. Under ``torchrun`` or ``accelerate launch`` every process calls this.
     """
-    # Accelerate remembers a process's first run; another recipe may want another precision, and the process group
-    # of a finished run is gone.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    sharding = _sharding()
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision=recipe.precision,
-        fsdp_plugin=sharding,
-        log_with="tensorboard" if tensorboard else None,
-        project_dir=folder,
-    )
-    if sharding is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
-        # Accelerate would give replicas in silence: it shards on accelerators alone. PyTorch shards on the CPU too.
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = sharding
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator = _accelerator(recipe, folder, tensorboard)
     console = console or Console()
     if recipe.batch % (accelerator.num_processes * recipe.accumulate):
         raise ValueError(
@@ -69,18 +54,36 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, tenso
         return run.train()
 
 
-def _sharding() -> FullyShardedDataParallelPlugin | None:
-    """What ``accelerate launch --use_fsdp`` asks for, with each block as a unit."""
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return None
+def _accelerator(recipe: Recipe, folder: Path, tensorboard: bool) -> Accelerator:
+    # Accelerate remembers a process's first run; another recipe may want another precision, and the process group
+    # of a finished run is gone.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    sharding = _sharding() if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=recipe.precision,
+        fsdp_plugin=sharding,
+        log_with="tensorboard" if tensorboard else None,
+        project_dir=folder,
+    )
+    if sharding is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # Accelerate shards on accelerators alone and would give replicas in silence; PyTorch shards on the CPU too.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = sharding
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    return accelerator
+
+
+def _sharding() -> FullyShardedDataParallelPlugin:
+    """How FSDP divides a decoder: block by block."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
+        transformer_cls_names_to_wrap=[Block.__name__],
         cpu_ram_efficient_loading=False,  # every process draws the same weights: nothing to send around
-        # The recipe's precision is autocast, as without sharding: the norms and the sum of gradients stay float32.
+        # The precision of a recipe is autocast, sharded or not: weights and the sum of gradients stay float32.
         mixed_precision_policy=MixedPrecisionPolicy(),
     )
 
@@ -145,11 +148,11 @@ class _Run:
                 if done % recipe.checkpoint_every == 0 or done == recipe.steps:
                     self._save(done)
         accelerator.end_training()
-        if accelerator.is_fsdp2:
-            found = checkpoint.latest(self.checkpoints)
-            assert found is not None
+        if accelerator.is_fsdp2:  # this process holds a share of the model only
+            last = checkpoint.latest(self.checkpoints)
+            assert last is not None
             whole = Decoder(recipe.model)
-            whole.load_state_dict(found.tensors("model"))
+            whole.load_state_dict(last.tensors("model"))
             return whole.to(accelerator.device)
         # Without the autocast that mixed precision wraps around forward: what is returned is what is saved.
         return accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
