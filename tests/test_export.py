@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.language_run import SENTENCES
+from tests.language_run import SENTENCES, text_recipe, write_text
 from tra.cli import main
 from tra.export import export
 from tra.generation import generate, load
@@ -159,3 +160,33 @@ def test_wrong_options_are_named(
 def test_a_folder_that_is_neither_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "--prompt", "The"]) == 2
     assert "recipe.json (a run) or config.json (exported)" in capsys.readouterr().err
+
+
+def test_a_run_needs_neither_its_text_nor_the_cache_any_more(
+    language_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(language_run, tmp_path / "run")
+    recipe = (tmp_path / "run" / "recipe.json").read_text()
+    (tmp_path / "run" / "recipe.json").write_text(recipe.replace("/text", "/gone"))
+    monkeypatch.setenv("TRA_CACHE", str(tmp_path / "empty"))
+    assert main(["inspect", str(tmp_path / "run"), "--text", "The river", "--json"]) == 0
+    capsys.readouterr()
+    texts = []
+    for run in (tmp_path / "run", language_run):
+        assert main(["generate", str(run), "--prompt", "The river", "--tokens", "5", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] != ""
+    assert not (tmp_path / "empty").exists()
+
+
+def test_a_run_does_not_go_on_with_the_tokenizer_of_another_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRA_CACHE", str(tmp_path / "cache"))
+    recipe = replace(text_recipe(write_text(tmp_path / "text")), steps=2)
+    train(recipe, tmp_path / "run", console=Console(quiet=True))
+    before = (tmp_path / "run" / "tokenizer.json").read_text()
+    (tmp_path / "text" / "train.txt").write_text("another text altogether , without any river\n" * 50)
+    with pytest.raises(ValueError, match=r"text must be that on which the run in .* began"):
+        train(recipe, tmp_path / "run", console=Console(quiet=True))
+    assert (tmp_path / "run" / "tokenizer.json").read_text() == before

@@ -282,9 +282,9 @@ def _evaluate(arguments: list[str]) -> int:
     options = tyro.cli(Evaluate, args=arguments, prog="tra evaluate")
     from tra.evaluation import evaluate_all, evaluate_published
     from tra.report import environment, results_table
-    from tra.runs import load_model, load_recipe, store_results
+    from tra.runs import load_model, load_recipe, store_results, with_own_tokenizer
 
-    recipe = load_recipe(options.run)
+    recipe = with_own_tokenizer(load_recipe(options.run), options.run)
     own = [entry for entry in recipe.evaluations if entry.stride == options.stride]
     known = {(entry.name, entry.length): entry.examples for entry in own}
     names = options.sets or tuple(dict.fromkeys(entry.name for entry in own or recipe.evaluations))
@@ -378,10 +378,9 @@ def _reproduce(arguments: list[str]) -> int:
 def _inspect(arguments: list[str]) -> int:
     options = tyro.cli(Inspect, args=arguments, prog="tra inspect")
     from tra.inspection import write_inspection
-    from tra.runs import load_model, load_recipe
+    from tra.runs import load_model, load_recipe, load_task
 
-    recipe = load_recipe(options.run)
-    task = recipe.build_task()
+    recipe, task = load_recipe(options.run), load_task(options.run)
     if recipe.text is None:
         if options.text is not None:
             raise ValueError(f"text must be left out: {options.run} was trained on {recipe.task}")

@@ -14,7 +14,7 @@ from tra.files import write_whole
 from tra.hub import TraForCausalLM, from_decoder
 from tra.recipes import Recipe
 from tra.report import results_table
-from tra.runs import load_model, load_recipe
+from tra.runs import load_model, load_recipe, load_task
 from tra.text import Text
 from tra.text.tokenizer import END
 
@@ -42,7 +42,7 @@ def export(run: Path, folder: Path) -> None:
 
 def as_pretrained(run: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerFast | None]:
     """The model of a run and its tokenizer, which only a run on text has."""
-    task = load_recipe(run).build_task()
+    task = load_task(run)
     decoder, _ = load_model(run)
     if not isinstance(task, Text):
         return from_decoder(decoder), None

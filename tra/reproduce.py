@@ -29,7 +29,7 @@ from tra.report import (
     spread,
     write_json,
 )
-from tra.runs import load_model
+from tra.runs import load_model, load_task
 
 HEATMAP_TOKENS = 32
 FIGURE3_TEXT = (
@@ -228,7 +228,7 @@ def draw_inspection(measured: Measured, folder: Path) -> None:
     """`attention.png`, `heads.md` and `heads.json` of the first finished run, on the same sentences as always."""
     cell = next(iter(measured))
     model, _ = load_model(cell.folder)
-    tokens, symbols = cell.recipe.build_task().read(FIGURE3_TEXT)
+    tokens, symbols = load_task(cell.folder).read(FIGURE3_TEXT)
     write_inspection(model, tokens, symbols, folder)
 
 

@@ -1,5 +1,7 @@
-"""A run folder, read back: `recipe.json`, `metrics.jsonl`, `speed.jsonl`, `checkpoints/`, `results.json`."""
+"""A run folder, read back: `recipe.json`, `metrics.jsonl`, `speed.jsonl`, `checkpoints/`, `results.json`, and
+`tokenizer.json` of a run on text."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,13 @@ from tra.errors import RunError
 from tra.model import Decoder
 from tra.recipes import Recipe
 from tra.report import environment, write_json
+from tra.tasks import Task
+
+TOKENIZER = "tokenizer.json"
 
 
 def load_recipe(folder: Path) -> Recipe:
+    """The recipe as it was trained."""
     stored = folder / "recipe.json"
     if not stored.exists():
         raise ValueError(f"run must be a folder that holds recipe.json, got {folder}")
@@ -20,6 +26,18 @@ def load_recipe(folder: Path) -> Recipe:
         return Recipe.from_json(stored.read_text())
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{stored} is not a recipe that this version can read: {error}") from error
+
+
+def with_own_tokenizer(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with the tokenizer that its run has stored: the text that it was trained on may have gone."""
+    if recipe.text is None or not (folder / TOKENIZER).exists():
+        return recipe
+    return replace(recipe, text=replace(recipe.text, tokenizer=str(folder.absolute())))
+
+
+def load_task(folder: Path) -> Task:
+    """What a run was trained on."""
+    return with_own_tokenizer(load_recipe(folder), folder).build_task()
 
 
 def load_model(folder: Path) -> tuple[Decoder, int]:

@@ -28,6 +28,7 @@ from tra.files import write_whole
 from tra.model import Block, Decoder
 from tra.progress import progress
 from tra.recipes import Recipe
+from tra.runs import TOKENIZER
 from tra.tasks import Batch
 from tra.tasks.base import seed_of, seeded
 
@@ -324,15 +325,19 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 
 def _record(recipe: Recipe, folder: Path) -> None:
-    """Store the recipe with its run, or check that it is the one stored."""
+    """Store the recipe with its run, and the tokenizer of a text, or check that they are those stored."""
     stored = folder / "recipe.json"
-    if not stored.exists():
-        return write_whole(stored, recipe.to_json())
-    earlier, now = asdict(Recipe.from_json(stored.read_text())), asdict(recipe)
-    changed = sorted(name for name in now if earlier[name] != now[name])
-    if changed:
-        raise ValueError(f"folder {folder} holds a run of another recipe: {', '.join(changed)} differ")
-    return None
+    if stored.exists():
+        earlier, now = asdict(Recipe.from_json(stored.read_text())), asdict(recipe)
+        changed = sorted(name for name in now if earlier[name] != now[name])
+        if changed:
+            raise ValueError(f"folder {folder} holds a run of another recipe: {', '.join(changed)} differ")
+    tokenizer, kept = recipe.build_task().tokenizer_json(), folder / TOKENIZER
+    if tokenizer is not None and kept.exists() and kept.read_text(encoding="utf-8") != tokenizer:
+        raise ValueError(f"text must be that on which the run in {folder} began: it gives another tokenizer now")
+    if tokenizer is not None:
+        write_whole(kept, tokenizer)
+    write_whole(stored, recipe.to_json())
 
 
 @contextmanager

@@ -96,6 +96,10 @@ class Task(ABC):
         symbols = self.symbols
         return tokens, [symbols[token] for token in tokens.tolist()]
 
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer, where the task has one."""
+        return None
+
     def read(self, text: str) -> tuple[Tensor, list[str]]:
         """A text as tokens ``[L]``, and each of them written out."""
         raise NotImplementedError

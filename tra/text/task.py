@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tra.lookup import lookup
 from tra.tasks import Batch, Task
 from tra.text.source import Source
-from tra.text.tokenizer import load_tokenizer
+from tra.text.tokenizer import is_trained, load_tokenizer
 from tra.text.tokens import Tokens, prepare
 
 SPLITS = ("valid", "test")
@@ -43,7 +43,8 @@ class Text(Task):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_name, Source(self.train), cache_folder(), self.console)
+        source = Source(self.train) if is_trained(self.tokenizer_name) else None
+        return load_tokenizer(self.tokenizer_name, source, cache_folder(), self.console)
 
     @property
     def symbols(self) -> Sequence[str]:
@@ -99,6 +100,9 @@ class Text(Task):
             return split.words, split.bytes
         text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
         return len(text.split()), len(text.encode())
+
+    def tokenizer_json(self) -> str:
+        return self.tokenizer.to_str(pretty=True)
 
     def read(self, text: str) -> tuple[torch.Tensor, list[str]]:
         """A text as tokens, and each of them written out."""

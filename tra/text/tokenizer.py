@@ -19,17 +19,18 @@ VERSION = 1
 """Raised whenever the same text would give another tokenizer."""
 
 
-def load_tokenizer(name: str, source: Source, cache: Path, console: Console) -> Tokenizer:
+def load_tokenizer(name: str, source: Source | None, cache: Path, console: Console) -> Tokenizer:
     """The tokenizer that a name stands for.
 
     Args:
         name: "gpt2" from the hub; a folder that holds `tokenizer.json`, `encoder.json` and `vocab.bpe`, or `vocab.json`
             and `merges.txt`; or "bpe-N", a byte-level BPE of N tokens trained on the source's training split.
-        source: the text to train on.
+        source: the text to train on, which only bpe-N needs.
         cache: folder for a trained tokenizer, which is trained once.
         console: shows the progress of that.
     """
-    if name.startswith("bpe-"):
+    if is_trained(name):
+        assert source is not None
         return _trained(name, source, cache, console)
     folder = local(name) or Path(name)
     try:
@@ -49,6 +50,11 @@ def load_tokenizer(name: str, source: Source, cache: Path, console: Console) -> 
     raise ValueError(
         f"tokenizer must be gpt2, bpe-N, or a folder with tokenizer.json or encoder.json and vocab.bpe, got {name!r}"
     )
+
+
+def is_trained(name: str) -> bool:
+    """Whether the tokenizer is made from the text."""
+    return name.startswith("bpe-")
 
 
 def _in_folder(folder: Path) -> Tokenizer | None:
