@@ -335,9 +335,10 @@ def _record(recipe: Recipe, folder: Path) -> None:
     tokenizer, kept = recipe.build_task().tokenizer_json(), folder / TOKENIZER
     if tokenizer is not None and kept.exists() and kept.read_text(encoding="utf-8") != tokenizer:
         raise ValueError(f"text must be that on which the run in {folder} began: it gives another tokenizer now")
-    if tokenizer is not None:
+    if tokenizer is not None and not kept.exists():
         write_whole(kept, tokenizer)
-    write_whole(stored, recipe.to_json())
+    if not stored.exists():
+        write_whole(stored, recipe.to_json())
 
 
 @contextmanager
