@@ -43,7 +43,7 @@ def small() -> dict[str, Recipe]:
             beta2=0.95,
             evaluations=(
                 *(Evaluation("valid", window, (1 << 17) // window) for window in WINDOWS),
-                *(Evaluation("valid", window, (1 << 16) // window, stride=window // 2) for window in (128, 1024)),
+                *(Evaluation("valid", window, (1 << 17) // window, stride=window // 2) for window in (128, 1024)),
             ),
         )
     }
