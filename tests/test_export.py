@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.language_run import SENTENCES, text_recipe, write_text
@@ -40,6 +41,8 @@ def test_exported_model_and_tokenizer_are_those_of_the_run(language_run: Path, e
     assert tokenizer.decode(ids[0]) == text
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, decoder(ids))
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.bos_token is None, "training on text puts nothing before it"
     assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer("<|endoftext|>")["input_ids"][0]
 
 
@@ -118,6 +121,16 @@ def test_greedy_text_is_the_most_probable_by_a_plain_loop(language_run: Path) ->
     assert result["new_tokens"] == 15
     assert result["prompt_tokens"] == length
     assert result["tokens_per_second"] > 0
+
+
+def test_nothing_is_added_to_a_prompt(language_run: Path) -> None:
+    model, tokenizer = load(language_run)
+    end = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = end
+    assert tokenizer("The river")["input_ids"][-1] == 0
+    assert generate(model, tokenizer, "The river", seed=0, stream=False, max_new_tokens=1)["prompt_tokens"] == len(
+        tokenizer("The river", add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_generate_streams_text_and_prints_speed(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:

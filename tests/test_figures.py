@@ -111,12 +111,12 @@ def test_perplexity_has_a_line_per_mechanism_through_the_means_over_seeds(perple
         "rope": [[16, 24], [64, 900]],
     }
     assert {line.get_label(): line.get_xydata().tolist() for line in positions.lines} == {
-        "tra": [[1, 5.5], [2, 4], [4, 3], [8, 3], [16, 3], [32, 3]],
-        "rope": [[1, 5], [2, 4], [4, 3], [8, 3], [16, 60], [32, 70]],
+        "tra": [[2, 5.5], [4, 4], [8, 3], [16, 3], [32, 3], [64, 3]],
+        "rope": [[2, 5], [4, 4], [8, 3], [16, 3], [32, 60], [64, 70]],
     }
     assert [panel.get_xlabel() for panel in (windows, positions)] == [
         "window in tokens",
-        "position in a window of 64",
+        "positions from half of this to this, in windows of 64",
     ]
     (legend,) = perplexity_figure.legends
     assert [entry.get_text() for entry in legend.get_texts()] == ["tra", "rope", "trained length"]
@@ -128,11 +128,11 @@ def test_perplexity_has_a_band_over_the_range_of_seeds(perplexity_figure: Figure
     ranges = [{place: set(band[band[:, 0] == place][:, 1].tolist()) for place in (16, 64)} for band in bands]
     assert ranges == [{16: {20.0, 30.0}, 64: {18.0, 22.0}}, {16: {24.0}, 64: {900.0}}]
     band = positions.collections[0].get_paths()[0].vertices
-    assert set(band[band[:, 0] == 32][:, 1].tolist()) == {2.5, 3.5}
+    assert set(band[band[:, 0] == 64][:, 1].tolist()) == {2.5, 3.5}
 
 
 def test_the_trained_range_is_shaded_in_both_panels(perplexity_figure: Figure) -> None:
-    for panel, first in zip(perplexity_figure.axes, (16, 1), strict=True):
+    for panel, first in zip(perplexity_figure.axes, (16, 2), strict=True):
         (shade,) = panel.patches
         left, right = shade.get_x(), shade.get_x() + shade.get_width()
         assert right == 16

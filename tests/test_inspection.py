@@ -88,6 +88,19 @@ def test_inspect_draws_a_language_model_with_its_tokens(
     assert (language_run / "inspection" / "heads.md").read_text() in out
 
 
+def test_inspect_reads_a_file_and_refuses_what_could_not_be_drawn(
+    language_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("The river")
+    (tmp_path / "long.txt").write_text("The river rises . " * 100)
+    command = ["inspect", str(language_run), "--output", str(tmp_path / "out"), "--json", "--text"]
+    assert main([*command, f"@{tmp_path / 'long.txt'}"]) == 2
+    assert "text must have at most 256 tokens to be drawn, got" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*command, f"@{tmp_path / 'short.txt'}"]) == 0
+    assert "".join(json.loads(capsys.readouterr().out)["tokens"]) == "The river"
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [([], "text must be given"), (["--text", ""], "text must be given")],
@@ -100,4 +113,3 @@ def test_inspect_says_what_is_missing(
 ) -> None:
     assert main(["inspect", str(language_run), *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert not (language_run / "inspection.partial").exists()

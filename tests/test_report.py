@@ -206,7 +206,7 @@ def test_perplexities_have_their_lowest_mean_bold_and_the_deviation_over_seeds()
         "| attention | 128 | 2,048 |\n"
         "|---|---:|---:|\n"
         "| tra | 396.50 ± 470.23 | **64.00 ± 0.00** |\n"
-        "| rope | **64.00 ± 0.00** | 133120.00 ± 182467.49 |\n"
+        "| rope | **64.00 ± 0.00** | 1.331e+05 ± 1.825e+05 |\n"
         "| nope | 64.00 |  |\n"
         "\n"
         "## Perplexity per word, valid, sliding windows\n"

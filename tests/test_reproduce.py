@@ -28,7 +28,7 @@ from tra.cli import main
 from tra.errors import Interrupted
 from tra.grid import Cell
 from tra.recipes import Evaluation, Recipe, figure1, figure2, table1, tuning
-from tra.reproduce import REPRODUCTIONS, best_rates, cells_of, part_of, tuning_losses
+from tra.reproduce import FIGURE3_TEXT, REPRODUCTIONS, best_rates, cells_of, part_of, tuning_losses
 
 PNG = b"\x89PNG"
 
@@ -431,6 +431,24 @@ def small_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
+@pytest.mark.usefixtures("small_texts", "run_here")
+def test_figure3_in_the_folder_of_figure2_trains_nothing_and_spoils_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "figure"
+    assert main(smoke("figure2", folder, "--seeds", "1", "--attention", "tra,rope")) == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    capsys.readouterr()
+    assert main(smoke("figure3", folder)) == 0
+    heads = (folder / "heads.md").read_text()
+    assert heads in capsys.readouterr().out
+    assert len(heads.splitlines()) == 2 + 2 * 2
+    assert {path: path.read_bytes() for path in before} == before
+    assert "".join(json.loads((folder / "heads.json").read_text())["tokens"]) == FIGURE3_TEXT
+    assert json.loads((folder / "figure3.json").read_text())["sessions"] == []
+    assert (folder / "attention.png").read_bytes().startswith(PNG)
+
+
 @pytest.mark.usefixtures("small_texts")
 def test_figure2_ends_in_tables_of_perplexity_and_a_figure(
     tmp_path: Path, drawn: list[Figure], run_here: list[list[Cell]], capsys: pytest.CaptureFixture[str]
@@ -486,7 +504,7 @@ def test_figure2_ends_in_tables_of_perplexity_and_a_figure(
     windows, positions = drawn[-1].axes
     assert [line.get_label() for line in windows.lines] == ["tra", "rope"]
     assert [line.get_xdata().tolist() for line in windows.lines] == [[16, 32]] * 2
-    assert [line.get_xdata().tolist() for line in positions.lines] == [[1, 2, 4, 8, 16]] * 2
+    assert [line.get_xdata().tolist() for line in positions.lines] == [[2, 4, 8, 16, 32]] * 2
     for line in windows.lines:
         expected = [means("perplexity", length, None)[str(line.get_label())] for length in (16, 32)]
         assert line.get_ydata().tolist() == pytest.approx(expected)
@@ -661,3 +679,12 @@ def test_wrong_argument_exits_with_two_and_leaves_no_folder(
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_called_tra_where_one_works_is_not_taken_for_the_package(tmp_path: Path) -> None:
+    (tmp_path / "tra").mkdir()
+    (tmp_path / "tra" / "__init__.py").write_text("raise ImportError('the wrong package')")
+    command = Path(sys.executable).with_name("tra")
+    options = ["--scale", "smoke", "--seeds", "1", "--attention", "tra", "--output", "out"]
+    done = subprocess.run([command, "reproduce", "figure1", *options], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -245,10 +245,18 @@ def new_token(config: DecoderConfig, cached: int) -> Work:
     cache = model.new_cache()
     head_width = config.width // config.heads
     for layer in cache:
-        key, value = torch.randn(2, 1, config.heads, cached, head_width)
+        key, value = torch.randn(2, 1, config.heads, cached + 1, head_width)
         layer.append(F.rms_norm(key, (head_width,)), value)
+        layer.crop(cached)  # with room for one more
     token = torch.zeros(1, 1, dtype=torch.int64)
-    return torch.inference_mode()(lambda: model(token, cache=cache))
+
+    @torch.inference_mode()
+    def work() -> None:
+        model(token, cache=cache)
+        for layer in cache:
+            layer.crop(cached)
+
+    return work
 
 
 def _training_case(size: str, batch: int, length: int, goal: float) -> Case:

@@ -74,7 +74,8 @@ class Evaluate:
     lengths: tuple[int, ...] = ()
     """Lengths in the task's unit, windows in tokens for text; those of the recipe by default."""
     examples: int | None = None
-    """Sequences per set; as many as the recipe says by default, else 100, or all of a text."""
+    """Sequences per set; as many as the recipe says by default, else 100. Of a text: windows; by default every length
+    reads as much as the recipe does."""
     stride: int | None = None
     """Of a text: let windows overlap and move on by this many tokens; without it they lie side by side."""
     data: str | None = None
@@ -117,7 +118,7 @@ class Inspect:
     run: Annotated[Path, tyro.conf.Positional]
     """Run folder."""
     text: str | None = None
-    """What to read, for a run on text; other runs read a sequence of their task."""
+    """What to read, for a run on text, or @FILE; other runs read a sequence of their task."""
     length: int = 32
     """Of a task's sequence, in its unit."""
     output: Path | None = None
@@ -285,10 +286,10 @@ def _evaluate(arguments: list[str]) -> int:
     from tra.runs import load_model, load_recipe, store_results, with_own_tokenizer
 
     recipe = with_own_tokenizer(load_recipe(options.run), options.run)
-    own = [entry for entry in recipe.evaluations if entry.stride == options.stride]
-    known = {(entry.name, entry.length): entry.examples for entry in own}
-    names = options.sets or tuple(dict.fromkeys(entry.name for entry in own or recipe.evaluations))
-    lengths = options.lengths or tuple(dict.fromkeys(entry.length for entry in own or recipe.evaluations))
+    names = options.sets or tuple(dict.fromkeys(entry.name for entry in recipe.evaluations))
+    lengths = options.lengths or tuple(
+        dict.fromkeys(entry.length for entry in recipe.evaluations if entry.length >= (options.stride or 1))
+    )
     if not names or not (lengths or options.data):
         raise ValueError(f"sets and lengths must be given: the recipe of {options.run} names none")
     console = Console(quiet=True) if options.json else _console()
@@ -300,12 +301,11 @@ def _evaluate(arguments: list[str]) -> int:
         folder = None if options.data == "hub" else Path(options.data)
         results = evaluate_published(model, recipe.build_task(), names, folder)
     elif custom:
-        usual = 100 if recipe.text is None else None
         evaluations = [
             Evaluation(
                 name,
                 length,
-                known.get((name, length), usual) if options.examples is None else options.examples,
+                _examples(recipe, name, length) if options.examples is None else options.examples,
                 options.stride,
             )
             for length in lengths
@@ -323,6 +323,14 @@ def _evaluate(arguments: list[str]) -> int:
     else:
         print(results_table(recipe.model.attention, results), end="")
     return 0
+
+
+def _examples(recipe: Recipe, name: str, length: int) -> int | None:
+    """How many sequences to measure when nobody says. Of a text, all lengths read the same tokens."""
+    if recipe.text is not None:
+        tokens = [entry.length * entry.examples for entry in recipe.evaluations if entry.examples is not None]
+        return max(1, max(tokens) // max(1, length)) if tokens else None
+    return next((entry.examples for entry in recipe.evaluations if (entry.name, entry.length) == (name, length)), 100)
 
 
 def _reproduce(arguments: list[str]) -> int:
@@ -366,11 +374,13 @@ def _reproduce(arguments: list[str]) -> int:
     failed = [cell for cell in cells if cell.failure() is not None]
     for cell in failed:
         print(f"tra: {cell.label} failed: {cell.failure()}", file=sys.stderr)
+    made = REPRODUCTIONS.get(options.name)
+    results, table = (made.results, made.table) if made else ("results.json", "table.md")
     if options.json:
-        print((folder / "results.json").read_text(), end="")
+        print((folder / results).read_text(), end="")
     else:
-        if (folder / "table.md").exists():
-            console.print((folder / "table.md").read_text(), markup=False, highlight=False)
+        if (folder / table).exists():
+            console.print((folder / table).read_text(), markup=False, highlight=False)
         print(folder)
     return 1 if failed else 0
 
@@ -388,7 +398,7 @@ def _inspect(arguments: list[str]) -> int:
     else:
         if not options.text:
             raise ValueError(f"text must be given: {options.run} is a language model")
-        tokens, symbols = task.read(options.text)
+        tokens, symbols = task.read(_or_file(options.text))
     model, _ = load_model(options.run)
     folder = options.output or options.run / "inspection"
     content = write_inspection(model, tokens, symbols, folder)
@@ -420,9 +430,7 @@ def _generate(arguments: list[str]) -> int:
     ):
         if wrong:
             raise ValueError(f"{name} must be {expected}, got {getattr(options, name)!r}")
-    prompt = options.prompt
-    if prompt.startswith("@"):
-        prompt = Path(prompt[1:]).read_text(encoding="utf-8")
+    prompt = _or_file(options.prompt)
     from tra.generation import generate, load
 
     model, tokenizer = load(options.run)
@@ -444,6 +452,11 @@ def _generate(arguments: list[str]) -> int:
     speed = "" if result["tokens_per_second"] is None else f" at {result['tokens_per_second']:.1f} tokens/s"
     print(f"{read}, {result['new_tokens']} new{speed}", file=sys.stderr)
     return 0
+
+
+def _or_file(text: str) -> str:
+    """A text, or with @ before it the file that holds it."""
+    return Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
 
 
 def _bench(arguments: list[str]) -> int:

@@ -33,14 +33,15 @@ def evaluate_all(
         if task.measure == "perplexity":  # its tokens are made here, with a progress of their own
             next(task.evaluation_batches(evaluation.name, evaluation.length, evaluation.examples, 1, evaluation.stride))
     results: list[dict[str, Any]] = []
+    shown = 0
     attention = recipe.model.attention
     with progress(console, f"evaluating {attention}", len(evaluations), "set") as update:
         for done, evaluation in enumerate(evaluations, 1):
             results.append(evaluate(model, task, evaluation))
             update(done, **{task.measure: results[-1][task.measure]})
             if done == len(evaluations) or evaluations[done].length != evaluation.length:
-                row = [result for result in results if result["length"] == evaluation.length]
-                cells = "  ".join(f"{set_of(result)} {result[task.measure]:.3f}" for result in row)
+                cells = "  ".join(f"{set_of(result)} {result[task.measure]:.3f}" for result in results[shown:])
+                shown = done
                 console.print(f"{attention:>6} at {evaluation.length:>6,} {task.unit}:  {cells}", highlight=False)
     return results
 

@@ -47,9 +47,11 @@ def as_pretrained(run: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerFast | 
     if not isinstance(task, Text):
         return from_decoder(decoder), None
     end = task.tokenizer.token_to_id(END)
-    special = {} if end is None else {"eos_token": END, "bos_token": END, "pad_token": END}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=task.tokenizer, clean_up_tokenization_spaces=False, **special)
-    return from_decoder(decoder, eos_token_id=end, bos_token_id=end, pad_token_id=end), tokenizer
+    special = {} if end is None else {"eos_token": END, "pad_token": END}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=task.tokenizer, padding_side="left", clean_up_tokenization_spaces=False, **special
+    )
+    return from_decoder(decoder, eos_token_id=end, pad_token_id=end), tokenizer
 
 
 def model_card(recipe: Recipe, results: dict[str, Any] | None, name: str) -> str:
@@ -61,8 +63,8 @@ def model_card(recipe: Recipe, results: dict[str, Any] | None, name: str) -> str
         + "---\n",
         f"# {name}\n",
         f"A decoder of {model.layers} layers, {model.heads} heads and width {model.width} with {model.attention} "
-        f"attention, trained on sequences of {recipe.length:,} {'tokens' if recipe.text else 'at most'} "
-        "with [threshold-relative-attention](https://pypi.org/project/threshold-relative-attention/).\n",
+        f"attention, trained with threshold-relative-attention on {recipe.text.train if recipe.text else recipe.task}, "
+        f"at {recipe.length:,} {'tokens' if recipe.text else recipe.build_task().unit}.\n",
         "```python\nimport tra.hub  # registers the model; no code is loaded from this folder\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'

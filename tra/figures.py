@@ -53,7 +53,7 @@ def perplexity_by_window(results: Mapping[str, Sequence[Result]], trained: int, 
     windows.set(xlabel="window in tokens", ylabel="perplexity per token")
     by_position = {
         name: [
-            (2**place, loss)
+            (2 ** (place + 1), loss)
             for entry in entries
             if entry["length"] == longest
             for place, loss in enumerate(entry["loss_by_position"])
@@ -62,14 +62,21 @@ def perplexity_by_window(results: Mapping[str, Sequence[Result]], trained: int, 
         for name, entries in results.items()
     }
     _compare(positions, by_position, trained)
-    positions.set(xlabel=f"position in a window of {longest:,}", ylabel="loss per token")
+    positions.set(xlabel=f"positions from half of this to this, in windows of {longest:,}", ylabel="loss per token")
     positions.set_xticks(positions.get_xticks()[::2], positions.get_xticklabels()[::2])
-    # A mechanism that breaks down past its training length would press all the others into one line.
-    lowest = min(value for points in lines.values() for _, value in points)
-    windows.set_ylim(0.95 * lowest, min(windows.get_ylim()[1], 2.5 * lowest))
-    floor = min(value for points in by_position.values() for _, value in points)
-    positions.set_ylim(0.95 * floor, min(positions.get_ylim()[1], 2.0 * floor))
+    _cut(windows, lines, 2.5)
+    _cut(positions, by_position, 2.0)
     _finish(figure, windows, "", path)
+
+
+def _cut(panel: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], most: float) -> None:
+    """End the axis at so many times the least value: a mechanism that breaks down past its training length would press
+    all the others into one line."""
+    lowest = min(value for points in lines.values() for _, value in points)
+    highest = panel.get_ylim()[1]
+    if highest > most * lowest:
+        panel.set_ylabel(f"{panel.get_ylabel()} (cut at {most * lowest:.3g})")
+    panel.set_ylim(0.95 * lowest, min(highest, most * lowest))
 
 
 def _compare(panel: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], trained: int) -> None:

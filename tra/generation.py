@@ -40,7 +40,7 @@ def generate(
 
     Returns the text and how fast it came: the prompt is read at once, then one token follows another.
     """
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]  # as in training
     if ids.shape[1] == 0:
         raise ValueError(f"prompt must have at least one token, got {prompt!r}")
     torch.manual_seed(seed)

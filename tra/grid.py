@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -97,6 +98,7 @@ def run_all(cells: Sequence[Cell], jobs: int, console: Console) -> None:
     if "forkserver" in multiprocessing.get_all_start_methods():
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tra.grid"])
+        _start_forkserver()
     else:
         context = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // jobs)
@@ -131,6 +133,18 @@ def run_all(cells: Sequence[Cell], jobs: int, console: Console) -> None:
     finally:
         _stop(started)
         signal.signal(signal.SIGTERM, before)
+
+
+def _start_forkserver() -> None:
+    """Without the current folder first in its path, where a folder called tra would be taken for this package."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _stop(processes: Sequence[BaseProcess]) -> None:

@@ -16,6 +16,8 @@ from tra.report import write_json
 SHARE = 0.9
 """Of a query's weight, in the definition of reach."""
 QUANTILES = (0.1, 0.5, 0.9)
+MOST_TOKENS = 256
+"""A heatmap of more could not be read, and takes minutes to draw."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def heads_table(heads: Sequence[Head]) -> str:
 
 def write_inspection(model: Decoder, tokens: Tensor, symbols: Sequence[str], folder: Path) -> dict[str, Any]:
     """`attention.png`, `heads.md` and `heads.json` of a model on one sequence."""
+    if len(tokens) > MOST_TOKENS:
+        raise ValueError(f"text must have at most {MOST_TOKENS} tokens to be drawn, got {len(tokens)}")
     heads, weights = inspect_heads(model, tokens)
     content = {"attention": model.config.attention, "tokens": list(symbols), "heads": [asdict(head) for head in heads]}
     folder.mkdir(parents=True, exist_ok=True)

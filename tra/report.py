@@ -127,8 +127,8 @@ def _table(rows: Sequence[Result], heading: Callable[[Result], str], measure: st
         # Lengths first, then seeds: the deviation is that between runs.
         by_seed = _grouped(parts, lambda row: row["seed"], measure)
         mean, deviation = spread([statistics.fmean(values) for values in by_seed.values()])
-        digits = 3 if measure == "perplexity_per_byte" else 2
-        cells[key] = mean, f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if len(by_seed) > 1 else "")
+        style = ".4g" if mean >= 1e5 else ".3f" if measure == "perplexity_per_byte" else ".2f"
+        cells[key] = mean, f"{mean:{style}}" + (f" ± {deviation:{style}}" if len(by_seed) > 1 else "")
     best = {name: best_of(mean for (_, column), (mean, _) in cells.items() if column == name) for name in headings}
     lines = [f"| attention | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
     for attention in dict.fromkeys(row["attention"] for row in rows):

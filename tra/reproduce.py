@@ -54,6 +54,10 @@ class Reproduction:
     draw: Callable[[Measured, Path], None]
     small_rates: Mapping[str, float] = field(default_factory=dict)
     """Learning rates tuned for a mechanism, at the small scale."""
+    results: str = "results.json"
+    """The file with everything that was measured."""
+    table: str = "table.md"
+    """The file to show at the end."""
 
 
 def reproduce(
@@ -97,19 +101,19 @@ def reproduce(
             "runs": len(cells),
             "finished": len(finished),
             "failures": failures,
-            "sessions": _sessions(folder) + ([session] if trained else []),
+            "sessions": _sessions(folder / reproduction.results) + ([session] if trained else []),
             "recipes": {cell.column: asdict(cell.recipe) for cell in reversed(cells)},
             "results": all_records(finished),
         }
         reproduction.draw(finished, folder)
-        write_json(folder / "results.json", content)
+        write_json(folder / reproduction.results, content)
     return cells
 
 
-def _sessions(folder: Path) -> list[dict[str, Any]]:
+def _sessions(results: Path) -> list[dict[str, Any]]:
     """What was measured before, and where."""
     try:
-        return json.loads((folder / "results.json").read_text())["sessions"]
+        return json.loads(results.read_text())["sessions"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -237,5 +241,6 @@ REPRODUCTIONS: dict[str, Reproduction] = {
     "tuning": Reproduction(tuning, tuple(MECHANISMS), 1, draw_tuning),
     "figure1": Reproduction(figure1, ("tra", "fot"), 1, draw_attention, table1.LEARNING_RATES),
     "figure2": Reproduction(figure2, ("tra", "rope", "nope", "alibi", "fot", "cope"), 2, draw_perplexity),
-    "figure3": Reproduction(figure2, ("tra",), 1, draw_inspection),
+    # In the folder of figure 2 it finds its run there.
+    "figure3": Reproduction(figure2, ("tra",), 1, draw_inspection, results="figure3.json", table="heads.md"),
 }

@@ -353,3 +353,10 @@ def test_a_text_without_spaces_is_one_piece_found_in_linear_time(
     monkeypatch.setattr(tra.text.source, "_last_boundary", search)
     assert pieces_of(tmp_path, "ACGT" * 5000, 10, monkeypatch) == ["ACGT" * 5000 + "\n"]
     assert searched < 3 * 20_000
+
+
+def test_a_file_belongs_to_one_split(tmp_path: Path) -> None:
+    (tmp_path / "test-train.txt").write_text("words\n")
+    for split in ("train", "test"):
+        with pytest.raises(ValueError, match=r"one split in each file's name, but .*test-train.txt says"):
+            Source(str(tmp_path)).files(split)

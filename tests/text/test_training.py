@@ -156,6 +156,15 @@ def test_a_killed_run_ends_with_the_same_bits(recipe: Recipe, tmp_path: Path) ->
     assert [(result["length"], result["stride"]) for result in results[0]] == [(16, None), (32, 8)]
 
 
+def test_all_lengths_are_measured_on_the_same_tokens(language_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as the recipe reads, 8 windows of 16, whether it names the length or not."""
+    for options, lengths in ((["--lengths", "16", "64", "4"], [16, 64, 4]), (["--stride", "16"], [16, 32])):
+        assert main(["evaluate", str(language_run), *options, "--json"]) == 0
+        measured = json.loads(capsys.readouterr().out)["results"]
+        assert [entry["length"] for entry in measured] == lengths
+        assert {(entry["tokens"], entry["bytes"]) for entry in measured} == {(128, measured[0]["bytes"])}
+
+
 def test_train_and_evaluate_on_a_folder_from_the_command_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +197,7 @@ def test_train_and_evaluate_on_a_folder_from_the_command_line(
     assert [(entry["length"], entry["stride"], entry["tokens"]) for entry in measured] == [(16, 8, 64), (48, 8, 192)]
     assert main(["evaluate", str(run), "--lengths", "21", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["results"]
-    assert (entry["set"], entry["stride"], entry["examples"]) == ("valid", None, None)
+    assert (entry["set"], entry["stride"], entry["examples"]) == ("valid", None, (1 << 17) // 21)
     assert entry["bytes"] == len(text_of_it)
     assert main(["evaluate", str(run), "--lengths", "21"]) == 0
     shown = capsys.readouterr().out

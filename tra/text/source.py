@@ -67,10 +67,16 @@ class Source:
             path
             for path in self.folder.rglob("*")
             if path.suffix.lower() in SUFFIXES
-            and set(re.split(r"[^a-z]+", path.name.lower())) & set(words)
+            and _words(path) & set(words)
             and not any(part.startswith(".") for part in path.relative_to(self.folder).parts)
             and path.is_file()
         )
+        for path in found:
+            others = [name for name, says in SPLITS.items() if name != split and _words(path) & set(says)]
+            if others:
+                raise ValueError(
+                    f"text must say one split in each file's name, but {path} says {split} and {others[0]}"
+                )
         if not found:
             raise ValueError(
                 f"text must hold a {split} split: no file in {self.folder} ends in {' or '.join(SUFFIXES)} and says "
@@ -127,6 +133,10 @@ class Source:
                 yield from _parquet_rows(path)
             else:
                 yield from _file_parts(path)
+
+
+def _words(path: Path) -> set[str]:
+    return set(re.split(r"[^a-z]+", path.name.lower()))
 
 
 def _last_boundary(text: str) -> int:
