@@ -172,6 +172,7 @@ def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[s
     figure = Figure(figsize=(size * len(columns) + 0.8, size * layers + 0.4), layout="constrained")
     panels = figure.subplots(layers, len(columns), squeeze=False, sharex=True, sharey=True)
     colours = heatmap_colours()
+    upright = 90 if max(map(len, tokens)) > 2 else 0  # words would run into each other
     for column, (name, head) in enumerate(columns):
         for layer in range(layers):
             panel = panels[layer, column]
@@ -182,7 +183,7 @@ def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[s
             norm = LogNorm(SMALLEST_SHOWN, 1.0)
             image = panel.imshow(matrix, cmap=colours, norm=norm, interpolation="nearest")
             panel.set_title(f"{name}, layer {layer + 1}, head {head + 1}", fontsize=8)
-            panel.set_xticks(range(len(tokens)), tokens, fontsize=4)
+            panel.set_xticks(range(len(tokens)), tokens, fontsize=4, rotation=upright)
             panel.set_yticks(range(len(tokens)), tokens, fontsize=4)
             panel.tick_params(length=0, pad=1)
     figure.colorbar(image, ax=panels, shrink=0.6, label="attention weight (white: exactly 0)")
