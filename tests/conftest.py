@@ -1,7 +1,9 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.language_run import train_on_text
 
@@ -14,3 +16,17 @@ def language_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TRA_CACHE", str(root / "cache"))
         patch.delenv("TRA_DATA", raising=False)
         yield train_on_text(root)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return figures

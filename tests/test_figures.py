@@ -88,15 +88,7 @@ PERPLEXITIES = {
 
 
 @pytest.fixture
-def perplexity_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
-        drawn.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", saved)
+def perplexity_figure(tmp_path: Path, drawn: list[Figure]) -> Figure:
     perplexity_by_window(PERPLEXITIES, 16, tmp_path / "perplexity.png")
     assert matplotlib.image.imread(tmp_path / "perplexity.png").std() > 0.01
     (figure,) = drawn

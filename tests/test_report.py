@@ -7,7 +7,6 @@ from typing import Any
 
 import matplotlib.image
 import numpy
-import pytest
 from matplotlib.figure import Figure
 
 from tra.figures import accuracy_by_length
@@ -127,17 +126,7 @@ def test_a_column_without_longer_lengths_is_only_in_the_table_within() -> None:
     assert "Trained at up to 512." in both
 
 
-def test_several_seeds_are_drawn_as_their_mean_and_a_band_over_their_range(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
-        drawn.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", saved)
+def test_several_seeds_are_drawn_as_their_mean_and_a_band_over_their_range(tmp_path: Path, drawn: list[Figure]) -> None:
     seeds = runs("c", "tra", "iid", {64: [1.0, 1.0], 256: [0.25, 0.75]})
     means = runs("c", "tra", "iid", {64: [1.0], 256: [0.5]})
     for name, rows in (("seeds", seeds), ("means", means)):

@@ -73,20 +73,6 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> list[list[Cell]]:
     return asked
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
-        figures.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", saved)
-    return figures
-
-
 def smoke(name: str, folder: Path, *options: str) -> list[str]:
     return ["reproduce", name, "--scale", "smoke", "--output", str(folder), *options]
 
