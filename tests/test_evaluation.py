@@ -279,6 +279,19 @@ def test_text_read_piece_by_piece_equals_text_read_at_once(text: Text, monkeypat
         assert_agrees(one, other)
 
 
+@pytest.mark.parametrize("scores, piece", [(1 << 20, 512), (800 * 100, 100), (1, 64)])
+def test_pieces_of_long_windows_hold_no_more_scores_than_allowed(
+    scores: int, piece: int, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, wanted, lengths = opinionated("cope"), Evaluation("valid", 800, 1), []
+    whole = evaluate(model, text, wanted)
+    model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    monkeypatch.setattr("tra.evaluation.SCORES_PER_PIECE", scores)
+    assert_agrees(evaluate(model, text, wanted), whole)
+    assert max(lengths) == piece
+    assert sum(lengths) == 800
+
+
 def test_batches_hold_no_more_logits_than_allowed(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 

@@ -21,6 +21,9 @@ TOKENS_PER_BATCH = 16_384
 LOGITS_PER_BATCH = 1 << 27
 TOKENS_PER_PIECE = 512
 """Long sequences are read piece by piece through the cache, so that memory stays linear in the length."""
+SCORES_PER_PIECE = 1 << 20
+"""Of a head. Pieces of very long sequences are shorter: mechanisms that hold all scores run several times faster while
+those of a piece fit the processor's cache."""
 
 
 def evaluate_all(
@@ -149,9 +152,11 @@ def read(model: Decoder, batches: Iterable[Batch]) -> Iterator[Reading]:
 
 def _read(model: Decoder, batch: Batch) -> Reading:
     inputs, targets, counted = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.counted[:, 1:]
-    cache = model.new_cache() if inputs.shape[1] > TOKENS_PER_PIECE else None
+    cache, size = None, TOKENS_PER_PIECE
+    if inputs.shape[1] > TOKENS_PER_PIECE:
+        cache, size = model.new_cache(), min(TOKENS_PER_PIECE, max(64, SCORES_PER_PIECE // inputs.numel()))
     right, loss = [], []
-    for piece, target in zip(*(x.split(TOKENS_PER_PIECE, dim=1) for x in (inputs, targets)), strict=True):
+    for piece, target in zip(*(x.split(size, dim=1) for x in (inputs, targets)), strict=True):
         logits = model(piece, cache=cache).float()
         right.append(logits.argmax(dim=-1) == target)
         loss.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target))

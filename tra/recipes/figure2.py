@@ -33,11 +33,11 @@ def small() -> dict[str, Recipe]:
     return {
         "wikitext103": Recipe(
             name="wikitext103-small",
-            model=DecoderConfig(vocabulary=4096, layers=4, heads=4, width=128, dropout=0.0),
+            model=DecoderConfig(vocabulary=4096, layers=4, heads=4, width=256, dropout=0.0),
             task="text",
             text=TextData("wikitext-2", evaluation="wikitext-103", tokenizer="bpe-4096"),
             length=128,
-            steps=1400,
+            steps=1200,
             batch=16,
             learning_rate=3e-3,
             beta2=0.95,
