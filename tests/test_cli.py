@@ -10,7 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from tra.attention import Cache
+from tra.bench import new_token
 from tra.cli import main
+from tra.model import sized
 from tra.recipes import RECIPES, Evaluation, Recipe
 from tra.tasks import FlipFlop
 from tra.training import train
@@ -185,6 +188,28 @@ def test_bench_prints_ratios_and_writes_json_and_plot(tmp_path: Path, capsys: py
     assert all(row["ratio"] == row["milliseconds"] / row["against_milliseconds"] for row in rows)
     assert json.loads((tmp_path / "bench.json").read_text())["rows"] == rows
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("attention", ["tra", "rope"])
+def test_a_new_token_is_timed_with_the_whole_cache_and_leaves_it_as_it_was(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    append = Cache.append
+
+    def watched(cache: Cache, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = append(cache, *new)
+        seen.append((new[0].shape[2], whole[0].shape[2], whole[0].data_ptr()))
+        return whole
+
+    monkeypatch.setattr(Cache, "append", watched)
+    work = new_token(sized("mini", attention=attention), 300)
+    filled = len(seen)
+    for _ in range(3):
+        work()
+    layers = sized("mini").layers
+    assert [entry[:2] for entry in seen] == [(301, 301)] * filled + [(1, 301)] * 3 * layers
+    assert len({address for *_, address in seen}) == filled == layers, "nothing is copied"
 
 
 def test_bench_refuses_figures_for_a_kernel_that_is_wrong(

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tyro
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,20 +28,24 @@ def test_python_example_runs(page: Path, code: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_shell_examples_name_real_commands(page: Path) -> None:
-    from tra.cli import DESCRIPTIONS
+def test_shell_examples_are_commands_with_options_that_exist(page: Path) -> None:
+    from tra import cli
     from tra.recipes import RECIPES
 
     makefile = (ROOT / "Makefile").read_text()
     for line in "\n".join(blocks(page, "bash")).splitlines():
-        words = line.split("#")[0].split()
+        words = shlex.split(line, comments=True)
         if words[:1] == ["make"]:
             assert f"\n{words[1]}:" in makefile
         if "tra" in words:
             command, *rest = words[words.index("tra") + 1 :]
-            assert command in DESCRIPTIONS
-            if command == "train" and not rest[0].startswith("-"):
-                assert rest[0] in RECIPES
+            assert command in cli.DESCRIPTIONS
+            if command == "train" and "--resume" in rest:
+                tyro.cli(cli.Resume, args=rest)
+            elif command == "train":
+                tyro.cli(cli.Train, args=rest[1:], default=cli.Train(RECIPES[rest[0]]()))
+            else:
+                tyro.cli(getattr(cli, command.capitalize()), args=rest)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

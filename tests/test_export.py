@@ -1,17 +1,22 @@
 """A run as a folder for transformers, and text generated from either."""
 
+import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.faults import full_disk
 from tests.language_run import SENTENCES, text_recipe, write_text
 from tra.cli import main
 from tra.export import export
@@ -83,6 +88,38 @@ def test_nothing_is_left_of_an_export_that_fails(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    language_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk(20_000):
+        assert main(["export", str(language_run), str(tmp_path / "model")]) == 1
+    assert re.fullmatch(r"tra: error: could not write .*model: .*File too large.*\n", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_card_says_whose_the_results_are(language_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(language_run, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "whole")
+    card = (tmp_path / "whole" / "README.md").read_text()
+    assert "trained with threshold-relative-attention on text in windows of 16 tokens, for 30 of 30 steps." in card
+    assert "Measured on text, with " in card
+    stored = tmp_path / "run" / "results.json"
+    content = json.loads(stored.read_text())
+    for name, other in (("another step", {"step": 10}), ("nothing", {"results": []})):
+        stored.write_text(json.dumps({**content, **other}))
+        export(tmp_path / "run", tmp_path / name)
+        assert "## Results\n\nNothing was measured.\n" in (tmp_path / name / "README.md").read_text()
+
+
+def test_export_of_an_unfinished_run_says_so(tmp_path: Path, language_run: Path) -> None:
+    shutil.copytree(language_run, tmp_path / "run")
+    recipe = replace(load_recipe(language_run), steps=31)
+    (tmp_path / "run" / "recipe.json").write_text(recipe.to_json())
+    with pytest.warns(UserWarning, match="the run is at step 30 of 31"):
+        export(tmp_path / "run", tmp_path / "model")
+    assert "for 30 of 31 steps." in (tmp_path / "model" / "README.md").read_text()
+
+
 def test_a_run_on_a_task_is_exported_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = RECIPES["flip-flop-small"]()
     recipe = replace(whole, steps=2, batch=4, length=16, model=replace(whole.model, layers=1, width=16), evaluations=())
@@ -142,6 +179,51 @@ def test_generate_streams_text_and_prints_speed(exported: Path, capsys: pytest.C
     assert shown.out == "The river" + json.loads(capsys.readouterr().out)["text"] + "\n"
 
 
+def test_text_is_shown_while_it_comes(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step of the model, what was there of the text before it."""
+    shown, out = [], io.StringIO()
+    forward = TraForCausalLM.forward
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        shown.append(out.getvalue())
+        return forward(*arguments, **options)
+
+    model, tokenizer = load(exported)
+    monkeypatch.setattr(TraForCausalLM, "forward", watched)
+    monkeypatch.setattr("sys.stdout", out)
+    text = generate(model, tokenizer, "The river", 0, True, max_new_tokens=40, do_sample=True)["text"]
+    assert out.getvalue() == text + "\n"
+    assert len(shown) == 40
+    assert shown[0] == ""
+    assert len(set(shown)) > 5
+    assert all(text.startswith(part) for part in shown)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ([], {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_beams": 1, "max_new_tokens": 100}),
+        (
+            ["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--tokens", "7", "--seed", "4"],
+            {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "num_beams": 1, "max_new_tokens": 7},
+        ),
+        (["--temperature", "0"], {"num_beams": 1, "max_new_tokens": 100}),
+        (["--beams", "3"], {"num_beams": 3, "max_new_tokens": 100}),
+    ],
+)
+def test_options_reach_the_model(
+    options: list[str], expected: dict[str, Any], exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: Any, __: Any, prompt: str, seed: int, ___: bool, **given: Any) -> None:
+        assert given == expected
+        assert seed == (4 if "--seed" in options else 0)
+        assert prompt == "@home"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tra.generation.generate", stop)
+    assert main(["generate", str(exported), "--prompt", "@@home", *options]) == 130
+
+
 def test_prompt_longer_than_the_training_window_from_a_file(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +240,9 @@ def test_prompt_longer_than_the_training_window_from_a_file(
     [
         (["--tokens", "0"], "tokens must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["--beams", "2", "--top-p", "0.5"], "beams must be 1 for temperature, top_k and top_p to matter, got 2"),
+        (["--prompt", "@home sweet"], "prompt must be text, @@ before what begins with @, or @ and a file: "),
         (["--top-p", "0"], r"top_p must be in (0, 1], got 0.0"),
         (["--beams", "0"], "beams must be at least 1, got 0"),
         (["--prompt", ""], "prompt must have at least one token, got ''"),
@@ -173,6 +258,69 @@ def test_wrong_options_are_named(
 def test_a_folder_that_is_neither_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "--prompt", "The"]) == 2
     assert "recipe.json (a run) or config.json (exported)" in capsys.readouterr().err
+
+
+def without(file: Path, key: str) -> None:
+    tensors = load_file(file)
+    del tensors[key]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def changed(file: Path, **entries: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+FOREIGN = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda folder: cut(folder / "model.safetensors"), "incomplete|Incomplete|invalid|deserializing"),
+        (lambda folder: cut(folder / "tokenizer.json"), r".+"),
+        (lambda folder: cut(folder / "config.json"), r".+"),
+        (
+            lambda folder: without(folder / "model.safetensors", "decoder.blocks.1.attention.gate.weight"),
+            "config.json and the weights do not belong together: decoder.blocks.1.attention.gate.weight is in one only",
+        ),
+        (
+            lambda folder: changed(folder / "config.json", attention="rope"),
+            "config.json and the weights do not belong together: decoder.blocks.0.attention.gate.bias is in one only",
+        ),
+        (lambda folder: changed(folder / "config.json", **FOREIGN), "the model is one of type 'evil'"),
+        (lambda folder: changed(folder / "config.json", model_type="gpt2"), "the model is one of type 'gpt2'"),
+        (
+            lambda folder: changed(
+                folder / "tokenizer_config.json",
+                tokenizer_class="Evil",
+                auto_map={"AutoTokenizer": [None, "evil.Evil"]},
+            ),
+            r".+",
+        ),
+    ],
+    ids=["weights cut", "tokenizer cut", "config cut", "weights missing", "other weights", "code", "gpt2", "tokenizer"],
+)
+def test_a_damaged_or_foreign_folder_is_one_line_and_none_of_its_code_runs(
+    damage: Callable[[Path], None],
+    message: str,
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(exported, folder)
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    damage(folder)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # to whoever asks whether to trust
+    assert main(["generate", str(folder), "--prompt", "The"]) == 1
+    assert not ran.exists()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(rf"tra: error: could not load {folder}: .*({message})", error)
 
 
 def test_a_run_needs_neither_its_text_nor_the_cache_any_more(

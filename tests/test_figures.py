@@ -39,6 +39,19 @@ def test_exact_zero_is_white_and_the_smallest_weight_is_not() -> None:
     assert palette.min(axis=1).max() < 0.9  # white itself is not on the scale
 
 
+def test_a_negative_weight_is_drawn_by_its_size() -> None:
+    assert heatmap_values(torch.tensor([-0.5, 0.25, -1e-30])).tolist() == pytest.approx([0.5, 0.25, 1e-4])
+
+
+def test_tokens_are_written_as_they_are(tmp_path: Path, drawn: list[Figure]) -> None:
+    """Dollars are no mathematics, line breaks are seen, and what the font lacks gives no warning."""
+    attention_heatmap({"TRA": [torch.eye(4)[None]]}, ["$$", "$x$", "\n", "河"], tmp_path / "heatmap.png")
+    panel = drawn[0].axes[0]
+    for axis in (panel.xaxis, panel.yaxis):
+        assert [label.get_text() for label in axis.get_ticklabels()] == ["$$", "$x$", "\\n", "河"]
+        assert not any(label.get_parse_math() for label in axis.get_ticklabels())
+
+
 def test_heatmap_of_one_dark_cell_is_drawn_where_it_belongs(tmp_path: Path) -> None:
     weights = torch.zeros(1, 4, 4)
     weights[0, 3, 0] = 1.0

@@ -337,13 +337,31 @@ def test_a_wrong_keyword_is_named(keywords: dict[str, Any], message: str) -> Non
 
 def test_a_misspelt_keyword_is_an_error_when_loading_too(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
-    for loader in (TraConfig, TraForCausalLM, AutoModelForCausalLM):
+    for loader in (TraConfig, AutoConfig, TraForCausalLM, AutoModelForCausalLM):
         with pytest.raises(ValueError, match="got 'dropuot'; did you mean 'dropout'"):
             loader.from_pretrained(tmp_path, dropuot=0.5)
+        loaded = loader.from_pretrained(tmp_path, dropout=0.5)
+        assert getattr(loaded, "config", loaded).dropout == 0.5
+    with pytest.raises(ValueError, match="got 'dropuot'; did you mean 'dropout'"):
+        TraConfig.from_dict(config().to_dict(), dropuot=0.5)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "qk_nrom": False}))
     with pytest.raises(ValueError, match="got 'qk_nrom'; did you mean 'qk_norm'"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_keyword_beside_a_config_is_an_error(tmp_path: Path) -> None:
+    """It would change nothing."""
+    model = build()
+    model.save_pretrained(tmp_path)
+    for build_another in (
+        lambda: TraForCausalLM(model.config, attention="rope"),
+        lambda: TraForCausalLM.from_pretrained(tmp_path, config=model.config, attention="rope"),
+        lambda: AutoModelForCausalLM.from_config(model.config, attention="rope"),
+        lambda: TraModel(model.config, attention="rope"),
+    ):
+        with pytest.raises(ValueError, match="attention must be given to the TraConfig, which is already there"):
+            build_another()
 
 
 def test_wrong_sizes_are_named() -> None:

@@ -1,6 +1,7 @@
 """The command line: every command's options, and what it calls."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -144,7 +145,8 @@ class Generate:
     run: Annotated[Path, tyro.conf.Positional]
     """Run folder of a run on text, or a folder that tra export wrote."""
     prompt: str
-    """The text to continue, or @FILE to read it from a file; it may be longer than the training window."""
+    """The text to continue, or @FILE to read it from a file (a text that begins with @ has @@); it may be longer than
+    the training window."""
     tokens: int = 100
     """New tokens at most."""
     temperature: float = 1.0
@@ -154,7 +156,7 @@ class Generate:
     top_p: float = 1.0
     """Sample among the most probable tokens that together have this probability."""
     beams: int = 1
-    """Beams of beam search, which does not sample and cannot stream."""
+    """Beams of beam search, which neither samples nor streams."""
     seed: int = 0
     json: bool = False
     """Print JSON at the end instead of streaming."""
@@ -298,6 +300,8 @@ def _evaluate(arguments: list[str]) -> int:
         print(f"tra: warning: the run is at step {step} of {recipe.steps}", file=sys.stderr)
     custom = any((options.sets, options.lengths, options.examples is not None, options.data, options.stride))
     if options.data is not None:
+        if recipe.text is not None:
+            raise ValueError(f"data must be left out: {options.run} is a language model, got {options.data!r}")
         folder = None if options.data == "hub" else Path(options.data)
         results = evaluate_published(model, recipe.build_task(), names, folder)
     elif custom:
@@ -398,7 +402,7 @@ def _inspect(arguments: list[str]) -> int:
     else:
         if not options.text:
             raise ValueError(f"text must be given: {options.run} is a language model")
-        tokens, symbols = task.read(_or_file(options.text))
+        tokens, symbols = task.read(_or_file(options.text, "text"))
     model, _ = load_model(options.run)
     folder = options.output or options.run / "inspection"
     content = write_inspection(model, tokens, symbols, folder)
@@ -423,14 +427,16 @@ def _generate(arguments: list[str]) -> int:
     options = tyro.cli(Generate, args=arguments, prog="tra generate")
     for name, wrong, expected in (
         ("tokens", options.tokens < 1, "at least 1"),
-        ("temperature", options.temperature < 0, "at least 0"),
+        ("temperature", not 0 <= options.temperature < math.inf, "at least 0"),
         ("top_k", options.top_k < 0, "at least 0"),
         ("top_p", not 0 < options.top_p <= 1, "in (0, 1]"),
         ("beams", options.beams < 1, "at least 1"),
     ):
         if wrong:
             raise ValueError(f"{name} must be {expected}, got {getattr(options, name)!r}")
-    prompt = _or_file(options.prompt)
+    if options.beams > 1 and (options.temperature, options.top_k, options.top_p) != (1.0, 0, 1.0):
+        raise ValueError(f"beams must be 1 for temperature, top_k and top_p to matter, got {options.beams}")
+    prompt = _or_file(options.prompt, "prompt")
     from tra.generation import generate, load
 
     model, tokenizer = load(options.run)
@@ -454,9 +460,14 @@ def _generate(arguments: list[str]) -> int:
     return 0
 
 
-def _or_file(text: str) -> str:
-    """A text, or with @ before it the file that holds it."""
-    return Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+def _or_file(text: str, argument: str) -> str:
+    """A text, or with @ before it the file that holds it; @@ stands for an @ that is text."""
+    if not text.startswith("@") or text.startswith("@@"):
+        return text.removeprefix("@")
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{argument} must be text, @@ before what begins with @, or @ and a file: {error}") from error
 
 
 def _bench(arguments: list[str]) -> int:

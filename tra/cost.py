@@ -20,6 +20,7 @@ from tra.lookup import lookup
 from tra.memory import added_megabytes, measurable
 from tra.model import DecoderConfig, sized
 from tra.report import environment, write_json
+from tra.runs import best_device
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def measure_cost(
     steps = lookup(SCALES, scale, "scale")
     for name in attention:
         lookup(MECHANISMS, name, "attention")
-    device = _device()
+    device = best_device().type
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for step in steps:
@@ -150,11 +151,6 @@ def print_peak(model: str, batch: str, length: str, device: str) -> None:
     before = torch.accelerator.memory_allocated()
     steps()
     print((torch.accelerator.max_memory_allocated() - before) / 2**20)
-
-
-def _device() -> str:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found is not None else "cpu"
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -22,8 +22,8 @@ LOGITS_PER_BATCH = 1 << 27
 TOKENS_PER_PIECE = 512
 """Long sequences are read piece by piece through the cache, so that memory stays linear in the length."""
 SCORES_PER_PIECE = 1 << 20
-"""Of a head. Pieces of very long sequences are shorter: mechanisms that hold all scores run several times faster while
-those of a piece fit the processor's cache."""
+"""Of one head, over the batch. Full batches of such sequences have pieces of 64 tokens: mechanisms that hold all scores
+run several times faster while those of a piece fit the processor's cache."""
 
 
 def evaluate_all(
@@ -102,8 +102,8 @@ def perplexity(model: Decoder, batches: Iterable[Batch], words: int, size: int) 
         tokens += int(reading.counted.sum())
         loss += reading.loss.sum(dtype=torch.float64).item()
         place = torch.arange(reading.loss.shape[1], dtype=torch.float64).clamp(min=1).log2().floor().long()
-        summed.index_add_(0, place, reading.loss.sum(dim=0, dtype=torch.float64).cpu())
-        count.index_add_(0, place, reading.counted.sum(dim=0).cpu())
+        summed.index_add_(0, place, reading.loss.sum(dim=0, dtype=torch.float64))
+        count.index_add_(0, place, reading.counted.sum(dim=0))
     used = int(count.nonzero().max()) + 1
     return {
         "tokens": tokens,
@@ -128,7 +128,7 @@ def _perplexity(loss: float, number: int) -> float:
 
 
 class Reading(NamedTuple):
-    """What a model makes of a batch, for each token but the first: ``[B, L - 1]``."""
+    """What a model makes of a batch, for each token but the first: ``[B, L - 1]``, on the CPU."""
 
     right: Tensor
     """Whether it is the most probable one."""
@@ -160,4 +160,6 @@ def _read(model: Decoder, batch: Batch) -> Reading:
         logits = model(piece, cache=cache).float()
         right.append(logits.argmax(dim=-1) == target)
         loss.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target))
-    return Reading(torch.cat(right, dim=1), torch.cat(loss, dim=1).masked_fill(~counted, 0.0), counted)
+    lost = torch.cat(loss, dim=1).masked_fill(~counted, 0.0)
+    # To the CPU, for sums in float64, which some devices have not.
+    return Reading(torch.cat(right, dim=1).cpu(), lost.cpu(), counted.cpu())

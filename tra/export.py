@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -25,59 +27,65 @@ def export(run: Path, folder: Path) -> None:
         raise ValueError(f"folder must not exist yet, got {folder}")
     logging.disable_progress_bar()  # of one file
     recipe = load_recipe(run)
-    model, tokenizer = as_pretrained(run)
+    model, tokenizer, step = as_pretrained(run)
+    if step < recipe.steps:
+        warnings.warn(f"the run is at step {step} of {recipe.steps}", stacklevel=2)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         model.save_pretrained(aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        write_whole(aside / "README.md", model_card(recipe, _results(run), folder.name))
+        write_whole(aside / "README.md", model_card(recipe, step, _results(run, step), folder.name))
         os.rename(aside, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise RunError(f"could not write {folder}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def as_pretrained(run: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerFast | None]:
-    """The model of a run and its tokenizer, which only a run on text has."""
+def as_pretrained(run: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerFast | None, int]:
+    """The model of a run, its tokenizer, which only a run on text has, and its step."""
     task = load_task(run)
-    decoder, _ = load_model(run)
+    decoder, step = load_model(run)
     if not isinstance(task, Text):
-        return from_decoder(decoder), None
+        return from_decoder(decoder), None, step
     end = task.tokenizer.token_to_id(END)
     special = {} if end is None else {"eos_token": END, "pad_token": END}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=task.tokenizer, padding_side="left", clean_up_tokenization_spaces=False, **special
     )
-    return from_decoder(decoder, eos_token_id=end, pad_token_id=end), tokenizer
+    return from_decoder(decoder, eos_token_id=end, pad_token_id=end), tokenizer, step
 
 
-def model_card(recipe: Recipe, results: dict[str, Any] | None, name: str) -> str:
+def model_card(recipe: Recipe, step: int, results: dict[str, Any] | None, name: str) -> str:
     """The README of a model."""
-    model = recipe.model
+    model, text = recipe.model, recipe.text
+    if text is not None:
+        trained = f"{Path(text.train).name} in windows of {recipe.length:,} tokens"
+    else:
+        task = recipe.build_task()
+        trained = f"{recipe.task} at up to {recipe.length:,} {task.unit}"
     parts = [
         "---\nlibrary_name: transformers\ntags:\n- threshold-relative-attention\n"
-        + ("pipeline_tag: text-generation\n" if recipe.text else "")
+        + ("pipeline_tag: text-generation\n" if text else "")
         + "---\n",
         f"# {name}\n",
         f"A decoder of {model.layers} layers, {model.heads} heads and width {model.width} with {model.attention} "
-        f"attention, trained with threshold-relative-attention on {recipe.text.train if recipe.text else recipe.task}, "
-        f"at {recipe.length:,} {'tokens' if recipe.text else recipe.build_task().unit}.\n",
+        f"attention, trained with threshold-relative-attention on {trained}, for {step:,} of {recipe.steps:,} steps.\n",
         "```python\nimport tra.hub  # registers the model; no code is loaded from this folder\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
-        + (f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if recipe.text else "")
+        + (f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if text else "")
         + "```\n",
     ]
-    if not recipe.text:
-        symbols = recipe.build_task().symbols
-        parts.append(f"It has no tokenizer: token i is the i-th of `{' '.join(symbols)}`.\n")
+    if text is None:
+        parts.append(f"It has no tokenizer: token i is the i-th of `{' '.join(task.symbols)}`.\n")
     if results is None:
         parts.append("## Results\n\nNothing was measured.\n")
     else:
-        at = f"After {results['step']:,} of {results['steps']:,} steps, on {results['environment']['processor']}.\n"
+        on = f"{Path(text.evaluation or text.train).name}, " if text else ""
+        at = f"Measured on {on}with {results['environment']['processor']}.\n"
         # The tables are sections of their own where they stand alone.
         table = results_table(model.attention, results["results"]).replace("## ", "### ")
         parts.append(f"## Results\n\n{at}\n{table}")
@@ -85,6 +93,8 @@ def model_card(recipe: Recipe, results: dict[str, Any] | None, name: str) -> str
     return "\n".join(parts)
 
 
-def _results(run: Path) -> dict[str, Any] | None:
+def _results(run: Path, step: int) -> dict[str, Any] | None:
+    """What was measured with the weights of this step."""
     stored = run / "results.json"
-    return json.loads(stored.read_text()) if stored.exists() else None
+    content = json.loads(stored.read_text()) if stored.exists() else {}
+    return content if content.get("results") and content["step"] == step else None

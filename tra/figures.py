@@ -1,6 +1,7 @@
 """Figures from results and models. Nothing here trains or measures."""
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -172,7 +173,8 @@ def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[s
     figure = Figure(figsize=(size * len(columns) + 0.8, size * layers + 0.4), layout="constrained")
     panels = figure.subplots(layers, len(columns), squeeze=False, sharex=True, sharey=True)
     colours = heatmap_colours()
-    upright = 90 if max(map(len, tokens)) > 2 else 0  # words would run into each other
+    shown = [token.replace("\n", "\\n").replace("\t", "\\t") for token in tokens]
+    upright = 90 if max(map(len, shown)) > 2 else 0  # words would run into each other
     for column, (name, head) in enumerate(columns):
         for layer in range(layers):
             panel = panels[layer, column]
@@ -183,16 +185,20 @@ def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[s
             norm = LogNorm(SMALLEST_SHOWN, 1.0)
             image = panel.imshow(matrix, cmap=colours, norm=norm, interpolation="nearest")
             panel.set_title(f"{name}, layer {layer + 1}, head {head + 1}", fontsize=8)
-            panel.set_xticks(range(len(tokens)), tokens, fontsize=4, rotation=upright)
-            panel.set_yticks(range(len(tokens)), tokens, fontsize=4)
+            # Tokens are text: a dollar is no mathematics.
+            panel.set_xticks(range(len(tokens)), shown, fontsize=4, parse_math=False, rotation=upright)
+            panel.set_yticks(range(len(tokens)), shown, fontsize=4, parse_math=False)
             panel.tick_params(length=0, pad=1)
-    figure.colorbar(image, ax=panels, shrink=0.6, label="attention weight (white: exactly 0)")
+    figure.colorbar(image, ax=panels, shrink=0.6, label="size of the attention weight (white: exactly 0)")
     _save(figure, path)
 
 
 def heatmap_values(matrix: Tensor) -> Tensor:
-    """Weights for the colour scale: NaN, drawn white, where exactly 0; others no less than the smallest shown."""
-    return torch.where(matrix == 0, torch.nan, matrix.clamp(min=SMALLEST_SHOWN)).float().cpu()
+    """Sizes of weights for the colour scale: NaN, drawn white, where exactly 0; others no less than the smallest shown.
+
+    Differential attention has negative weights.
+    """
+    return torch.where(matrix == 0, torch.nan, matrix.abs().clamp(min=SMALLEST_SHOWN)).float().cpu()
 
 
 def heatmap_colours() -> matplotlib.colors.Colormap:
@@ -201,5 +207,7 @@ def heatmap_colours() -> matplotlib.colors.Colormap:
 
 def _save(figure: Figure, path: Path) -> None:
     aside = path.with_name(f".{os.getpid()}.{path.name}")
-    figure.savefig(aside, dpi=160)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box, once for every character
+        figure.savefig(aside, dpi=160)
     os.replace(aside, path)

@@ -1,7 +1,13 @@
 """Writing files so that a reader, or a process that takes over after a kill, never sees half of one."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -17,6 +23,23 @@ def write_whole(path: Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name its file
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, console: "Console") -> Iterator[None]:
+    """Keep other processes from making this file meanwhile; one that has to wait for them says so."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=1.0)
+    except Timeout:
+        console.print(f"waiting for another process, which makes {path}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def sync(path: Path) -> None:

@@ -1,36 +1,44 @@
 """Text from a trained model, shown as it comes."""
 
+import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
+from tra.errors import RunError
 from tra.export import as_pretrained
-from tra.hub import TraForCausalLM
+from tra.hub import TraConfig, TraForCausalLM
+from tra.runs import best_device
 
 
 def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a run or of an exported folder."""
+    """Model and tokenizer of a run or of an exported folder. Runs no code that the folder holds."""
     logging.disable_progress_bar()
     if (folder / "recipe.json").exists():
-        of_run, its_tokenizer = as_pretrained(folder)
-        if its_tokenizer is None:
+        model, tokenizer, _ = as_pretrained(folder)
+        if tokenizer is None:
             raise ValueError(f"run must be one on text, which has a tokenizer; {folder} was trained on a task")
-        return of_run, its_tokenizer
+        return model, tokenizer
     if not (folder / "config.json").exists():
         raise ValueError(f"run must be a folder that holds recipe.json (a run) or config.json (exported), got {folder}")
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    if not isinstance(model, TraForCausalLM):
-        raise ValueError(f"run must hold a model of this package, but {folder} has a {type(model).__name__}")
     if not (folder / "tokenizer.json").exists():
         raise ValueError(f"run must have a tokenizer, but {folder} holds no tokenizer.json")
-    model.decoder.to(device or "cpu")
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    try:
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+        if kind != TraConfig.model_type:
+            raise ValueError(f"the model is one of type {kind!r}, not of this package")
+        exported, found = TraForCausalLM.from_pretrained(folder, output_loading_info=True)
+        if unlike := sorted(found["missing_keys"] | found["unexpected_keys"]):
+            raise ValueError(f"config.json and the weights do not belong together: {unlike[0]} is in one only")
+        its_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # what is damaged raises many kinds
+        raise RunError(f"could not load {folder}: {(str(error).splitlines() or [''])[0]}") from error
+    return exported.to(best_device()).eval(), its_tokenizer
 
 
 def generate(
@@ -38,7 +46,8 @@ def generate(
 ) -> dict[str, Any]:
     """Continue a prompt, printing the text as it comes if asked to; ``options`` are those of `model.generate`.
 
-    Returns the text and how fast it came: the prompt is read at once, then one token follows another.
+    Returns the text and how fast it came: the prompt is read at once, then one token follows another. Beam search is
+    timed as a whole.
     """
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]  # as in training
     if ids.shape[1] == 0:
@@ -51,14 +60,14 @@ def generate(
     out = model.generate(ids.to(model.device), attention_mask=mask, streamer=clock, **options)
     ended = time.perf_counter()
     new = out.shape[1] - ids.shape[1]
-    first = clock.first if clock else began
+    one_by_one = (new - 1) / (ended - clock.first) if clock and new > 1 else None
     return {
         "prompt": prompt,
         "text": tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True),
         "prompt_tokens": ids.shape[1],
         "new_tokens": new,
-        "prompt_seconds": first - began if clock else None,
-        "tokens_per_second": (new - 1) / (ended - first) if new > 1 else None,
+        "prompt_seconds": clock.first - began if clock else None,
+        "tokens_per_second": one_by_one if clock else new / (ended - began),
     }
 
 

@@ -91,9 +91,9 @@ class TraConfig(transformers.PreTrainedConfig):
         return DecoderConfig(**{ours: getattr(self, theirs) for ours, theirs in NAMES.items()})
 
     @classmethod
-    def from_pretrained(cls, *args: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """As for every config, but a keyword that changes nothing is an error."""
-        config, unused = super().from_pretrained(*args, return_unused_kwargs=True, **kwargs)
+        config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         if return_unused_kwargs:
             return config, unused
         refuse_unknown(unused)
@@ -102,9 +102,11 @@ class TraConfig(transformers.PreTrainedConfig):
 
 def refuse_unknown(keywords: Mapping[str, Any]) -> None:
     """Raise a ValueError for a keyword that means nothing to a TraConfig, with the nearest that does."""
-    known = dict.fromkeys([*(field.name for field in fields(TraConfig)), *UNDERSTOOD])
+    known = {*(field.name for field in fields(TraConfig)), *UNDERSTOOD}
+    own = {name: None for name in TraConfig.__annotations__ if name != "model_type"}
     for keyword in keywords:
-        lookup(known, keyword, "keyword")
+        if keyword not in known:
+            lookup(own, keyword, "keyword")
 
 
 class TraCache(transformers.Cache):
@@ -162,8 +164,11 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
-    def __init__(self, config: TraConfig, **unknown: Any) -> None:
-        refuse_unknown(unknown)
+    def __init__(self, config: TraConfig, **keywords: Any) -> None:
+        refuse_unknown(keywords)
+        for keyword in keywords:
+            if keyword not in UNDERSTOOD:
+                raise ValueError(f"{keyword} must be given to the TraConfig, which is already there")
         super().__init__(config)
         self.decoder = Decoder(config.decoder_config())
         for tensor in chain(self.parameters(), self.buffers()):
@@ -287,8 +292,8 @@ class TraModel(TraPreTrainedModel):
 
     _keys_to_ignore_on_load_unexpected = [r"^decoder\.head\."]  # noqa: RUF012
 
-    def __init__(self, config: TraConfig, **unknown: Any) -> None:
-        super().__init__(config, **unknown)
+    def __init__(self, config: TraConfig, **keywords: Any) -> None:
+        super().__init__(config, **keywords)
         del self.decoder.head
         self.post_init()
 
@@ -306,8 +311,8 @@ class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
 
     accepts_loss_kwargs = True
 
-    def __init__(self, config: TraConfig, **unknown: Any) -> None:
-        super().__init__(config, **unknown)
+    def __init__(self, config: TraConfig, **keywords: Any) -> None:
+        super().__init__(config, **keywords)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:

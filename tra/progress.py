@@ -64,5 +64,5 @@ class _Clock:
 def _format(numbers: dict[str, float], speed: float, unit: str) -> str:
     shown = [f"{name} {value:.4g}" for name, value in numbers.items()]
     if speed > 0:
-        shown.append(f"{speed:.3g} {unit}s/s")
+        shown.append(f"{speed:.3g} {unit if unit.isupper() else unit + 's'}/s")
     return ", ".join(shown)

@@ -119,9 +119,10 @@ def set_of(result: Result) -> str:
 
 
 def _table(rows: Sequence[Result], heading: Callable[[Result], str], measure: str = "exact_match") -> str:
-    """A row per mechanism and a column per heading; the best mean of each column is bold."""
+    """A row per mechanism and a column per heading; the best mean of each column, if there are several, is bold."""
     best_of = max if measure == "exact_match" else min
     headings = list(dict.fromkeys(heading(row) for row in rows))
+    several = len({row["attention"] for row in rows}) > 1
     cells: dict[tuple[str, str], tuple[float, str]] = {}
     for key, parts in _grouped_rows(rows, lambda row: (row["attention"], heading(row))).items():
         # Lengths first, then seeds: the deviation is that between runs.
@@ -135,7 +136,7 @@ def _table(rows: Sequence[Result], heading: Callable[[Result], str], measure: st
         shown = []
         for name in headings:
             mean, text = cells.get((attention, name), (0.0, ""))
-            is_best = mean >= 0.005 and round(mean, 4) == round(best[name], 4)  # not what is shown as 0.00
+            is_best = several and mean >= 0.005 and round(mean, 4) == round(best[name], 4)  # not what is shown as 0.00
             shown.append(f"**{text}**" if is_best else text)
         lines.append(f"| {attention} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"

@@ -48,8 +48,13 @@ def load_model(folder: Path) -> tuple[Decoder, int]:
         raise RunError(f"run {folder} has no intact checkpoint yet")
     model = Decoder(recipe.model)
     model.load_state_dict(found.tensors("model"))
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return model.to(device or "cpu").eval(), found.step
+    return model.to(best_device()).eval(), found.step
+
+
+def best_device() -> torch.device:
+    """Where to compute: the accelerator if there is one."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
 
 
 def store_results(folder: Path, recipe: Recipe, step: int, results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,19 @@ def test_appending_token_by_token_reallocates_logarithmically_often() -> None:
     assert len(addresses) <= 11
 
 
+def test_goes_on_outside_inference_mode_what_began_in_it() -> None:
+    cache, tokens = Cache(), torch.randn(1, 2, 9, 4)
+    with torch.inference_mode():
+        cache.append(tokens[:, :, :4])
+        cache.append(tokens[:, :, 4:5])  # reserves room
+    with torch.no_grad():
+        cache.append(tokens[:, :, 5:6])
+        (stored,) = cache.append(tokens[:, :, 6:8])
+    with torch.inference_mode():
+        (stored,) = cache.append(tokens[:, :, 8:])
+    assert torch.equal(stored, tokens)
+
+
 def test_stores_any_tensors_side_by_side() -> None:
     cache = Cache()
     key, log_forget = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5)

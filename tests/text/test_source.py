@@ -153,6 +153,12 @@ def test_a_hub_out_of_reach_is_one_line_that_says_what_to_do(tmp_path: Path, mon
     )
 
 
+def test_a_misspelt_folder_of_data_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRA_DATA", str(tmp_path / "typo"))
+    with pytest.raises(ValueError, match=r"TRA_DATA must be a folder, got '.*typo'"):
+        Source("wikitext-103")
+
+
 def test_offline_commands_end_with_one_line_and_code_one(tmp_path: Path) -> None:
     """In a process of its own, whose libraries are told at their import that there is no network."""
     program = (

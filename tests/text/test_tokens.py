@@ -5,27 +5,29 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tra.text.source
 import tra.text.tokens
+from tests.faults import full_disk
 from tests.text.reading import DATA, needs_data, odd_text, prose, write_folder
 from tra.cli import main
 from tra.memory import added_megabytes, measurable
 from tra.text import Source, Text, Tokens, load_tokenizer, prepare
+from tra.text.tokenizer import size_of
 
 QUIET = Console(quiet=True)
 
@@ -199,6 +201,34 @@ def test_of_two_processes_one_makes_tokenizer_and_tokens_and_both_read_the_same(
     assert len(files_of(cache)) == 2
 
 
+def test_a_process_that_waits_for_another_says_so(source: Source, tokenizer: Tokenizer, cache: Path) -> None:
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    made = prepare(source, "train", tokenizer, cache, QUIET)
+    held = threading.Event()
+
+    def hold() -> None:
+        with FileLock(made.path.with_name(f".{made.path.name}.lock")):
+            held.set()
+            time.sleep(1.5)
+
+    threading.Thread(target=hold).start()
+    held.wait()
+    assert prepare(source, "train", tokenizer, cache, console) == made
+    assert console.file.getvalue() == f"waiting for another process, which makes {made.path}\n"
+
+
+@pytest.mark.parametrize("largest, dtype", [((1 << 16) - 1, "uint16"), (1 << 16, "uint32"), (70_000, "uint32")])
+def test_tokens_fit_however_few_of_the_numbers_are_used(largest: int, dtype: str, source: Source, cache: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"nothing": 0, "the": largest}, unk_token="nothing"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    assert source.folder is not None
+    (source.folder / "train.txt").write_text("in the end the rest")
+    tokens = prepare(source, "train", tokenizer, cache, QUIET)
+    assert tokens.read().tolist() == [0, largest, 0, largest, 0]
+    assert tokens.dtype == dtype
+    assert size_of(tokenizer) == largest + 1
+
+
 def test_killed_in_the_middle_it_leaves_nothing_that_looks_complete(
     source: Source, tokenizer: Tokenizer, cache: Path, tmp_path: Path
 ) -> None:
@@ -233,19 +263,6 @@ def test_stopped_between_the_two_files_it_begins_again(
     tokens = prepare(source, "train", tokenizer, cache, QUIET)
     assert tokens.path == alone
     assert tokens.read().tolist() == tokenizer.encode("".join(source.pieces("train"))).ids
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """A write beyond the limit fails as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("missing", [1, 15_000])  # fails when the last are written out, or in the middle
@@ -292,7 +309,7 @@ def test_progress_is_shown(source: Source, cache: Path, monkeypatch: pytest.Monk
     prepare(source, "train", load_tokenizer("bpe-270", source, cache, console), cache, console)
     lines = console.file.getvalue().splitlines()
     for what in ("bpe-270", "tokens"):
-        shown = rf"{what} of {source.name}, train: MB {{}}/2, [\d.e+]+ MBs/s, \d+ s left"
+        shown = rf"{what} of {source.name}, train: MB {{}}/2, [\d.e+]+ MB/s, \d+ s left"
         for done in (1, 2):
             assert any(re.fullmatch(shown.format(done), line) for line in lines)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from safetensors.torch import load_file
 
 from tests.text.reading import prose, write_folder
 from tra.cli import main
@@ -156,6 +157,28 @@ def test_a_killed_run_ends_with_the_same_bits(recipe: Recipe, tmp_path: Path) ->
     assert [(result["length"], result["stride"]) for result in results[0]] == [(16, None), (32, 8)]
 
 
+def test_two_processes_make_the_tokens_once_and_give_the_weights_of_one(recipe: Recipe, tmp_path: Path) -> None:
+    recipe = replace(recipe, model=replace(recipe.model, dropout=0.0), steps=6, checkpoint_every=6)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "recipe.json").write_text(recipe.to_json())
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tra", "train", "--resume"]
+    process = subprocess.run(
+        [sys.executable, "-m", *command, str(tmp_path / "two")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    train(recipe, tmp_path / "one", console=QUIET)
+    two, one = (
+        load_file(tmp_path / run / "checkpoints" / "step-00000006" / "model.safetensors") for run in ("two", "one")
+    )
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+    assert len(list(Path(os.environ["TRA_CACHE"]).glob("train-*.tokens"))) == 1
+    assert json.loads((tmp_path / "two" / "results.json").read_text())["step"] == 6
+
+
 def test_all_lengths_are_measured_on_the_same_tokens(language_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As many as the recipe reads, 8 windows of 16, whether it names the length or not."""
     for options, lengths in ((["--lengths", "16", "64", "4"], [16, 64, 4]), (["--stride", "16"], [16, 32])):
@@ -201,7 +224,7 @@ def test_train_and_evaluate_on_a_folder_from_the_command_line(
     assert entry["bytes"] == len(text_of_it)
     assert main(["evaluate", str(run), "--lengths", "21"]) == 0
     shown = capsys.readouterr().out
-    assert f"| tra | **{entry['perplexity']:.2f}** |" in shown
+    assert f"| tra | {entry['perplexity']:.2f} |" in shown
     assert re.search(r"tra at +21 tokens:  valid \d+\.\d{3}\n", shown)
     for wrong, message in (
         (["--lengths", "0"], "length must be at least 1, got 0"),

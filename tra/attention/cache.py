@@ -58,7 +58,9 @@ class Cache:
         self._length = length
 
     def _reserve(self, length: int, like: tuple[Tensor, ...]) -> None:
-        if self._buffers and self._buffers[0].shape[2] >= length:
+        # What was made under inference mode cannot be written to outside it.
+        writable = bool(self._buffers) and (torch.is_inference_mode_enabled() or not self._buffers[0].is_inference())
+        if writable and self._buffers[0].shape[2] >= length:
             return
         capacity = length if not self._buffers else max(length, 2 * self._buffers[0].shape[2])
         old = self._buffers or [tensor[:, :, :0] for tensor in like]

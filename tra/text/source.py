@@ -40,7 +40,10 @@ characters of white space, GPT-2's pattern takes the last by itself or with the 
 
 def local(name: str) -> Path | None:
     """The folder that a name stands for: in the folder $TRA_DATA if there is one, else as a path."""
-    places = [Path(os.environ["TRA_DATA"]) / name] if os.environ.get("TRA_DATA") else []
+    data = os.environ.get("TRA_DATA")
+    if data and not Path(data).is_dir():
+        raise ValueError(f"TRA_DATA must be a folder, got {data!r}")
+    places = [Path(data) / name] if data else []
     return next((place for place in (*places, Path(name)) if place.is_dir()), None)
 
 

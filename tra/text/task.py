@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tra.lookup import lookup
 from tra.tasks import Batch, Task
 from tra.text.source import Source
-from tra.text.tokenizer import is_trained, load_tokenizer
+from tra.text.tokenizer import is_trained, load_tokenizer, size_of
 from tra.text.tokens import Tokens, prepare
 
 SPLITS = ("valid", "test")
@@ -49,11 +49,11 @@ class Text(Task):
     @property
     def symbols(self) -> Sequence[str]:
         """Each token as text."""
-        return [self.tokenizer.decode([token]) for token in range(self.tokenizer.get_vocab_size())]
+        return [self.tokenizer.decode([token]) for token in range(self.vocabulary)]
 
     @property
     def vocabulary(self) -> int:
-        return self.tokenizer.get_vocab_size()
+        return size_of(self.tokenizer)
 
     def tokens(self, split: str) -> Tokens:
         """The tokens of a split."""

@@ -3,12 +3,11 @@
 import hashlib
 from pathlib import Path
 
-from filelock import FileLock
 from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tra.errors import RunError
-from tra.files import write_whole
+from tra.files import locked, write_whole
 from tra.text.source import Source, local
 
 PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
@@ -52,6 +51,11 @@ def load_tokenizer(name: str, source: Source | None, cache: Path, console: Conso
     )
 
 
+def size_of(tokenizer: Tokenizer) -> int:
+    """One more than the largest token, whether or not all those below it are used."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def is_trained(name: str) -> bool:
     """Whether the tokenizer is made from the text."""
     return name.startswith("bpe-")
@@ -76,7 +80,7 @@ def _trained(name: str, source: Source, cache: Path, console: Console) -> Tokeni
     key = hashlib.sha256(repr((VERSION, name, source.fingerprint("train"))).encode()).hexdigest()[:16]
     path = cache / f"{name}-{key}.json"
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f".{path.name}.lock"):
+    with locked(path, console):
         if not path.exists():
             tokenizer = _byte_level(models.BPE())
             trainer = trainers.BpeTrainer(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
-from filelock import FileLock
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tra.files import sync, write_whole
+from tra.files import locked, sync, write_whole
 from tra.text.source import Source
+from tra.text.tokenizer import size_of
 
 VERSION = 1
 """Raised whenever the same text and tokenizer would give another file."""
@@ -44,14 +44,14 @@ def prepare(source: Source, split: str, tokenizer: Tokenizer, cache: Path, conso
     path = cache / f"{split}-{key}.tokens"
     facts = path.with_suffix(".json")
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f".{path.name}.lock"):
+    with locked(path, console):
         if not (facts.exists() and path.exists()):
             write_whole(facts, json.dumps(_write(source, split, tokenizer, path, console)))
     return Tokens(path=path, **json.loads(facts.read_text()))
 
 
 def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path, console: Console) -> dict[str, object]:
-    dtype = "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
+    dtype = "uint16" if size_of(tokenizer) <= 1 << 16 else "uint32"
     aside = path.with_name(f".{path.name}.partial")
     count = words = size = 0
     try:
