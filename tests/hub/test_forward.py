@@ -1,0 +1,104 @@
+"""What a model returns for its inputs: loss, attentions, hidden states; wrong inputs by name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from tests.hub.models import VOCABULARY, build, every_mechanism, generate, left_padded, prompt
+from tra.hub import TraCache
+
+
+@torch.no_grad()
+def test_the_loss_is_that_of_the_next_token_and_leaves_out_minus_100() -> None:
+    model, tokens = build(), prompt(batch=3, length=9)
+    labels = tokens.clone()
+    labels[0, :4] = -100
+    labels[2, 5] = -100
+    out = model(tokens, labels=labels)
+    scored = [(row, place) for row in range(3) for place in range(1, 9) if labels[row, place] != -100]
+    losses = [F.cross_entropy(out.logits[row, place - 1], tokens[row, place]) for row, place in scored]
+    assert len(scored) == 24 - 3 - 1
+    torch.testing.assert_close(out.loss, torch.stack(losses).mean())
+    shared = model(tokens, labels=labels, num_items_in_batch=50).loss
+    torch.testing.assert_close(shared, torch.stack(losses).sum() / 50)
+
+
+@torch.no_grad()
+def test_outputs_that_may_be_asked_for() -> None:
+    model, tokens = build(), prompt()
+    full = model(tokens, output_hidden_states=True)
+    assert [tuple(states.shape) for states in full.hidden_states] == [(2, 7, 32)] * 3
+    assert torch.equal(full.hidden_states[0], model.decoder.embedding(tokens))
+    torch.testing.assert_close(model.decoder.head(full.hidden_states[-1]), full.logits)
+    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, full.logits[:, -2:])
+    places = torch.tensor([4, 1])
+    torch.testing.assert_close(model(tokens, logits_to_keep=places).logits, full.logits[:, places])
+    loss, logits = model(tokens, labels=tokens, use_cache=False, return_dict=False)
+    torch.testing.assert_close(logits, full.logits)
+    assert loss.shape == ()
+    assert model(tokens, use_cache=False).past_key_values is None
+    assert isinstance(full.past_key_values, TraCache)
+    model.config.use_cache = False
+    assert model(tokens).past_key_values is None
+    assert torch.equal(model(inputs_embeds=model.decoder.embedding(tokens)).logits, model(tokens).logits)
+
+
+@every_mechanism
+@torch.no_grad()
+def test_attentions_are_the_exact_matrices(attention: str) -> None:
+    model = build(attention, num_key_value_heads=4)
+    tokens, mask = left_padded([torch.randint(VOCABULARY, (length,)) for length in (9, 6)])
+    attentions = model(tokens, attention_mask=mask, output_attentions=True).attentions
+    expected = model.decoder.attention_weights(tokens, key_mask=mask.bool())
+    assert len(attentions) == 2
+    for found, exact in zip(attentions, expected, strict=True):
+        assert found.shape == (2, 4, 9, 9)
+        assert torch.equal(found, exact)
+        assert (found.triu(1) == 0).all()
+        assert (found[1, ..., :3] == 0).all()
+    # The matrix explains what the layer does with the values.
+    layer, read = model.decoder.blocks[0], model.decoder.embedding(tokens)
+    value = layer.attention.value(layer.attention_norm(read)).unflatten(-1, (4, 8)).transpose(1, 2)
+    mixed = layer.attention.finished(attentions[0] @ value).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(
+        layer.attention.output(mixed), layer.attention(layer.attention_norm(read), key_mask=mask.bool())
+    )
+    if attention not in ("differential", "stick-breaking"):
+        total = attentions[0].sum(-1)
+        torch.testing.assert_close(total, (total > 0).float())
+
+
+def test_attentions_while_generating_need_all_tokens() -> None:
+    model, tokens = build(), prompt()
+    options = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 3}
+    with pytest.raises(ValueError, match="output_attentions needs all tokens in one pass"):
+        generate(model, tokens, **options)
+    out = generate(model, tokens, use_cache=False, **options)
+    assert [step[0].shape[-1] for step in out.attentions] == [7, 8, 9]
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other() -> None:
+    model, first, second = build(), prompt(length=6), prompt(length=9)
+    segment_ids = torch.tensor([[0] * 6 + [1] * 9] * 2)
+    packed = model(torch.cat([first, second], dim=1), segment_ids=segment_ids).logits
+    torch.testing.assert_close(packed[:, 6:], model(second).logits)
+
+
+@torch.no_grad()
+def test_wrong_inputs_are_named() -> None:
+    model, tokens = build(), prompt()
+    for wrong, message in (
+        ({"attention_mask": torch.ones(2, 1, 7, 7)}, r"attention_mask must have the shape .* = \[2, 7\]"),
+        ({"attention_mask": torch.ones(2, 6)}, r"attention_mask must have the shape .* = \[2, 7\].* got \[2, 6\]"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values must be a TraCache, got DynamicCache"),
+        ({"inputs_embeds": torch.zeros(2, 7, 32)}, "input_ids or inputs_embeds must be given, and not both"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(tokens, **wrong)
+    # Mechanisms find positions by themselves: others given from outside must not pass unnoticed.
+    with pytest.raises(TypeError, match="position_ids"):
+        model(tokens, position_ids=torch.arange(7)[None])
+    with pytest.raises(TypeError, match="position_ids"):
+        generate(model, tokens, position_ids=torch.arange(7)[None])
