@@ -59,7 +59,7 @@ def test_a_prompt_much_longer_than_any_window(attention: str) -> None:
     assert torch.equal(generate(model, tokens, max_new_tokens=3), greedy(model.decoder, tokens, new=3))
 
 
-@pytest.mark.parametrize("attention", ["tra", "rope"])
+@every_mechanism
 def test_sampling_with_a_seed_is_repeatable_and_needs_no_cache_to_be_so(attention: str) -> None:
     model, tokens, found = build(attention), prompt(), []
     for seed, use_cache in ((1, True), (1, False), (2, True)):

@@ -179,6 +179,11 @@ def test_two_processes_make_the_tokens_once_and_give_the_weights_of_one(recipe: 
     assert json.loads((tmp_path / "two" / "results.json").read_text())["step"] == 6
 
 
+def test_a_text_has_no_published_copy(language_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(language_run), "--data", "hub"]) == 2
+    assert "data must be left out: " in capsys.readouterr().err
+
+
 def test_all_lengths_are_measured_on_the_same_tokens(language_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As many as the recipe reads, 8 windows of 16, whether it names the length or not."""
     for options, lengths in ((["--lengths", "16", "64", "4"], [16, 64, 4]), (["--stride", "16"], [16, 32])):
