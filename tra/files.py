@@ -1,32 +1,70 @@
-"""Writing files so that a reader, or a process that takes over after a kill, never sees half of one."""
+"""Files that a reader, or a process that takes over after a kill, never sees half-written."""
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from tra.progress import say
 
-
-def write_whole(path: Path, text: str) -> None:
-    """Write aside, flush to the disk, rename."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write does not name its file
-    finally:
-        aside.unlink(missing_ok=True)
+PARTIAL = ".partial"
+"""Ends the name of what is being written; what a killed process left of it can be removed."""
 
 
 @contextmanager
-def locked(path: Path, console: "Console") -> Iterator[None]:
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yield a place beside ``path`` to write a file or a folder to, which becomes ``path`` when the block ends well.
+
+    It is flushed to the disk before it is renamed, and replaces what was there. After an error nothing is left of it.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    _remove(aside)
+    try:
+        yield aside
+        if aside.is_dir():
+            for part in aside.iterdir():
+                _sync(part)
+        _sync(aside)
+        if path.is_dir():
+            remove_folder(path)
+        os.replace(aside, path)
+        _sync(path.parent)
+    except OSError as error:
+        # A failed write does not name its file, and nobody knows the one aside.
+        unnamed = error.filename is None or str(error.filename).startswith(str(aside))
+        raise OSError(error.errno, error.strerror or str(error), str(path) if unnamed else error.filename) from error
+    finally:
+        _remove(aside)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with written_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def remove_folder(path: Path) -> None:
+    """Rename before deleting, so that a kill in between leaves no damaged folder under its name."""
+    doomed = path.with_name(f".{path.name}.{os.getpid()}.old{PARTIAL}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left half-written in a folder."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        _remove(path)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
     """Keep other processes from making this file meanwhile; one that has to wait for them says so."""
     from filelock import FileLock, Timeout
 
@@ -34,7 +72,7 @@ def locked(path: Path, console: "Console") -> Iterator[None]:
     try:
         lock.acquire(timeout=1.0)
     except Timeout:
-        console.print(f"waiting for another process, which makes {path}")
+        say(f"waiting for another process, which makes {path}")
         lock.acquire()
     try:
         yield
@@ -42,7 +80,14 @@ def locked(path: Path, console: "Console") -> Iterator[None]:
         lock.release()
 
 
-def sync(path: Path) -> None:
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
     """Flush a file or a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,24 +1,36 @@
-"""Recipes: functions that return a complete description of a run. The command line only overrides.
-
-A file per table or figure has a function for each scale, which returns a recipe per column.
-"""
+"""Recipes: functions of a mechanism's name that return a complete run. The command line only overrides."""
 
 from collections.abc import Callable
-from functools import partial
 
-from tra.recipes import figure2, table1
-from tra.recipes.base import Evaluation, Recipe, TextData
-from tra.recipes.flip_flop import flip_flop, flip_flop_small
+from tra import plugins
+from tra.recipes.base import Recipe
+from tra.recipes.flip_flop import flip_flop, flip_flop_narrow, flip_flop_small
+from tra.recipes.strings import STRING_RECIPES
+from tra.recipes.wikitext import wikitext103, wikitext103_small
+from tra.tasks import Evaluation
 
-RECIPES: dict[str, Callable[[], Recipe]] = {
+RecipeOf = Callable[..., Recipe]
+"""Takes the name of a mechanism, ``attention``, which has a default."""
+
+RECIPES: dict[str, RecipeOf] = {
     "flip-flop": flip_flop,
     "flip-flop-small": flip_flop_small,
-    "wikitext103": lambda: figure2.paper()["wikitext103"],
-    "wikitext103-small": lambda: figure2.small()["wikitext103"],
+    "flip-flop-narrow": flip_flop_narrow,
+    **STRING_RECIPES,
+    "wikitext103": wikitext103,
+    "wikitext103-small": wikitext103_small,
 }
-for _task in table1.STRINGS:
-    _name = _task.replace("_", "-")
-    RECIPES[_name] = partial(lambda task: table1.paper()[task], _task)
-    RECIPES[f"{_name}-small"] = partial(lambda task: table1.small()[task], _task)
 
-__all__ = ["RECIPES", "Evaluation", "Recipe", "TextData"]
+
+def build_recipe(name: str, attention: str | None = None) -> Recipe:
+    """The recipe of a name, for a mechanism or for the one it has by default.
+
+    Example:
+        >>> build_recipe("copy-unique-small", "rope").learning_rate
+        0.001
+    """
+    make = plugins.find("RECIPES", RECIPES, name, "recipe")
+    return make() if attention is None else make(attention=attention)
+
+
+__all__ = ["RECIPES", "Evaluation", "Recipe", "RecipeOf", "build_recipe"]

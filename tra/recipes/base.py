@@ -1,51 +1,23 @@
 """What a recipe says, and how it is stored with a run."""
 
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
+from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
-from tra.lookup import lookup
+from tra import plugins
 from tra.model import DecoderConfig
-from tra.tasks import TASKS, Task
-from tra.tasks.strings import StringTask
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One named, fixed set of sequences of one length."""
-
-    name: str
-    length: int
-    """In the task's unit: tokens, or symbols of the string."""
-    examples: int | None
-    """Sequences; of a text None means all of it."""
-    stride: int | None = None
-    """Of a text: how far windows move on; by default they lie side by side."""
-
-
-@dataclass(frozen=True)
-class TextData:
-    """Which text a language model is trained and measured on."""
-
-    train: str = "wikitext-103"
-    """wikitext-103 or wikitext-2 (looked for in the folder $TRA_DATA, then on the hub), or a folder of text files."""
-    evaluation: str | None = None
-    """The text to be measured on; that to train on by default."""
-    tokenizer: str = "gpt2"
-    """gpt2, a folder that holds a tokenizer, or bpe-N: a byte-level BPE of N tokens trained on the training text."""
+from tra.tasks import Evaluation, Task, build_task
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A run, completely: the same recipe gives the same weights."""
 
-    name: str
+    name: str = field(compare=False)
     """What the run is called."""
     model: DecoderConfig
     task: str
@@ -56,16 +28,14 @@ class Recipe:
     batch: int
     """Sequences per step, over all processes."""
     learning_rate: float
+    task_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Options of the task, such as the alphabet of a string task, or which text and which tokenizer."""
     seed: int = 0
-    text: Annotated[TextData | None, tyro.conf.AvoidSubcommands] = None
-    """What to read, where the task is text."""
-    alphabet: int | None = None
-    """Number of symbols of a string task; the task's own by default."""
     data: str = "fresh"
-    """Where training sequences come from: "fresh" draws new ones at every step, "fixed" draws a set of `examples`
+    """Where training sequences come from: "fresh" makes new ones at every step, "fixed" makes a number of `examples`
     once, "hub" reads the copy that the task's authors published, and anything else is a folder that holds it."""
     examples: int | None = None
-    """Size of the set when data is "fixed"."""
+    """Number of sequences when data is "fixed"."""
     warmup: float = 0.05
     """Share of the steps over which the learning rate rises linearly; a cosine to zero follows."""
     beta2: float = 0.999
@@ -86,6 +56,7 @@ class Recipe:
     """Measured after the last step."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "task_options", dict(self.task_options))
         for name in ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -99,45 +70,64 @@ class Recipe:
             raise ValueError(f"clip must be positive, got {self.clip!r}")
         if self.data == "fixed" and (self.examples is None or self.examples < self.batch):
             raise ValueError(f"examples must be at least the batch of {self.batch} for fixed data, got {self.examples}")
-        if (self.task == "text") != (self.text is not None):
-            raise ValueError(f"text must be given for the task text and for no other, got {self.text} for {self.task}")
-        if self.text is None:
-            self.check_task()
-        elif self.data != "fresh" or self.alphabet is not None:
-            raise ValueError(f"data and alphabet must be left alone for text, got {self.data!r} and {self.alphabet}")
+        self.build_task().check(self.model.vocabulary, self.length, self.evaluations)
 
-    def check_task(self, console: "Console | None" = None) -> None:
-        """Refuse now, not after training, what the task cannot have. Reads the text, where the task is one."""
-        task = self.build_task(console)
-        if self.model.vocabulary < task.vocabulary:
-            raise ValueError(
-                f"model.vocabulary must be at least {task.vocabulary} for {self.task}, got {self.model.vocabulary}"
-            )
-        task.sample(torch.Generator(), 1, self.length)
-        for entry in self.evaluations:
-            next(task.evaluation_batches(entry.name, entry.length, entry.examples, 1, entry.stride))
+    def build_task(self) -> Task:
+        """The task to train on and be measured on. A text is not read before it is needed."""
+        return build_task(self.task, self.task_options)
 
-    def build_task(self, console: "Console | None" = None) -> Task:
-        """The task to train on and be measured on. A text is not read before it is needed; the console shows that."""
-        if self.text is not None:
-            from tra.text import Text
+    @property
+    def folder_name(self) -> str:
+        """What its run's folder is called when nobody says: other recipes, mechanisms and seeds have other ones."""
+        return f"{self.name}-{self.model.label.replace(' ', '-')}-{self.seed}"
 
-            return Text(self.text.train, self.text.evaluation, self.text.tokenizer, console)
-        task = lookup(TASKS, self.task, "task")
-        if self.alphabet is None:
-            return task
-        if not isinstance(task, StringTask):
-            raise ValueError(f"alphabet must be None for {self.task}, got {self.alphabet}")
-        return replace(task, alphabet=self.alphabet)
+    @property
+    def plugins(self) -> list[str]:
+        """The plug-ins that its names come from."""
+        used = (("MECHANISMS", self.model.attention), ("TASKS", self.task))
+        return sorted({found for kind, name in used if (found := plugins.source(kind, name))})
+
+    def at_length(self, length: int) -> "Recipe":
+        """The recipe for another training length, with evaluations as many times that length as before."""
+        task, factor = self.build_task(), Fraction(length, self.length)
+        moved = tuple(task.rescaled(entry, factor) for entry in self.evaluations)
+        return replace(self, length=length, evaluations=moved)
+
+    def changed(self, changes: Mapping[str, Any]) -> "Recipe":
+        """The recipe with other values of fields; those of the model have names such as ``model.width``."""
+        of_model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
+        own = {name: value for name, value in changes.items() if not name.startswith("model.")}
+        for names, kind, prefix in ((of_model, DecoderConfig, "model."), (own, Recipe, "")):
+            known = {entry.name for entry in fields(kind)}
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"{prefix}{name} must be a field of a recipe: {', '.join(sorted(known))}")
+        return replace(self, model=replace(self.model, **of_model), **own)
+
+    def differences(self, other: "Recipe") -> dict[str, tuple[Any, Any]]:
+        """The fields in which two recipes differ, with the values of both; fields of the model by themselves."""
+        flat = [
+            {**{name: getattr(x, name) for name in _COMPARED}, **{f"model.{k}": v for k, v in asdict(x.model).items()}}
+            for x in (self, other)
+        ]
+        return {name: (flat[0][name], flat[1][name]) for name in flat[0] if flat[0][name] != flat[1][name]}
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps({**asdict(self), "plugins": self.plugins}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
-        fields: dict[str, Any] = json.loads(text)
-        fields["model"] = DecoderConfig(**fields["model"])
-        if fields.get("text") is not None:
-            fields["text"] = TextData(**fields["text"])
-        fields["evaluations"] = tuple(Evaluation(**entry) for entry in fields["evaluations"])
-        return cls(**fields)
+        """What `to_json` gave, of this version or of 0.1, in which a text and an alphabet had fields of their own."""
+        stored: dict[str, Any] = json.loads(text)
+        plugins.require(stored.pop("plugins", []))
+        alphabet, source = stored.pop("alphabet", None), stored.pop("text", None)
+        if alphabet is not None:
+            stored["task_options"] = {"alphabet": alphabet}
+        if source is not None:
+            stored["task_options"] = source
+        stored["model"] = DecoderConfig.from_dict(stored["model"])
+        stored["evaluations"] = tuple(Evaluation(**entry) for entry in stored["evaluations"])
+        return cls(**stored)
+
+
+_COMPARED = [entry.name for entry in fields(Recipe) if entry.compare and entry.name != "model"]

@@ -1,13 +1,59 @@
-"""Synthetic tasks: one file each, vectorised, reproducible from a generator alone."""
+"""What to learn: one file per synthetic task, vectorised and reproducible from a generator alone, and text."""
 
-from tra.tasks.base import Batch, Task
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tra import plugins
+from tra.lookup import check_keywords
+from tra.tasks.base import Batch, ReadsText, Task
 from tra.tasks.copy import CopyRepeat, CopyUnique
 from tra.tasks.flip_flop import FlipFlop
 from tra.tasks.induct import InductOnce, InductRecent
 from tra.tasks.instructed import Instructed
+from tra.tasks.measures import Evaluation, ExactMatch, Perplexity, Prediction, Result
 
-TASKS: dict[str, Task] = {
-    task.name: task for task in (FlipFlop(), CopyUnique(), CopyRepeat(), InductOnce(), InductRecent(), Instructed())
+
+def text(train: str = "wikitext-103", evaluation: str | None = None, tokenizer: str = "gpt2") -> Task:
+    """Language modelling: predict the next token of real text."""
+    from tra.text import Text  # needs the hub's libraries
+
+    return Text(train, evaluation, tokenizer)
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    **{task.name: task for task in (FlipFlop, CopyUnique, CopyRepeat, InductOnce, InductRecent, Instructed)},
+    "text": text,
 }
+"""Every task by name: a class, or a function, whose arguments are the task's options."""
 
-__all__ = ["TASKS", "Batch", "CopyRepeat", "CopyUnique", "FlipFlop", "InductOnce", "InductRecent", "Instructed", "Task"]
+
+def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
+    """The task of a name with these options.
+
+    Example:
+        >>> build_task("copy_unique", {"alphabet": 40}).vocabulary
+        44
+    """
+    make = plugins.find("TASKS", TASKS, name, "task")
+    check_keywords(make, options or {}, f"task_options of {name}")
+    return make(**(options or {}))
+
+
+__all__ = [
+    "TASKS",
+    "Batch",
+    "CopyRepeat",
+    "CopyUnique",
+    "Evaluation",
+    "ExactMatch",
+    "FlipFlop",
+    "InductOnce",
+    "InductRecent",
+    "Instructed",
+    "Perplexity",
+    "Prediction",
+    "ReadsText",
+    "Result",
+    "Task",
+    "build_task",
+]

@@ -2,18 +2,24 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from tra.lookup import lookup
+from tra.tasks.measures import Evaluation, ExactMatch, Prediction, Result
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CHUNK = 64
-"""Sequences drawn from one generator in an evaluation set."""
+"""Sequences that one generator gives in an evaluation set."""
+USUAL_EXAMPLES = 100
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,18 @@ class Batch:
 
 
 class Task(ABC):
-    """A distribution over sequences of any length, with named variations of it for evaluation."""
+    """A distribution over sequences of any length, with named variations of it for evaluation.
+
+    A task is made from its options alone, usually as a frozen dataclass whose fields they are.
+    """
 
     name: ClassVar[str]
     version: ClassVar[int]
     """Raised whenever the same generator would give other sequences."""
     unit: ClassVar[str] = "tokens"
     """What a length counts."""
-    measure: ClassVar[str] = "exact_match"
-    """What says how well a model does: exact_match of whole sequences, or perplexity."""
+    measure: ClassVar[type[Result]] = ExactMatch
+    """What says how well a model does."""
     separator: ClassVar[str] = ""
     """Between symbols when a sequence is written out."""
 
@@ -58,31 +67,21 @@ class Task(ABC):
         """Number of tokens."""
         return len(self.symbols)
 
-    def extent(self, name: str, length: int, examples: int | None) -> tuple[int, int]:
-        """Words and bytes of what an evaluation reads, where the measure is perplexity."""
-        raise NotImplementedError
-
     @abstractmethod
     def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
-        """Draw a batch of sequences of the given length in the task's unit."""
+        """A batch of sequences of the given length in the task's unit, from the generator alone."""
 
     @abstractmethod
     def evaluation_sets(self) -> Mapping[str, "Task"]:
-        """The named evaluation sets, each as the task to draw it from."""
+        """The named evaluation sets, each as the task it is sampled from."""
 
-    def published(self, split: str, folder: Path | None = None) -> Batch:
-        """A split of a copy that the task's authors published, from the hub or a folder; "train" is to train on, the
-        others are named as the evaluation sets."""
-        raise ValueError(f"data must be 'fresh' or 'fixed': there is no published copy of {self.name}")
-
-    def evaluation_batches(
-        self, name: str, length: int, examples: int | None, batch: int, stride: int | None = None
-    ) -> Iterator[Batch]:
-        """The first ``examples`` sequences of a named set, which depends on the name and length alone."""
+    def evaluation_batches(self, evaluation: Evaluation, batch: int) -> Iterator[Batch]:
+        """The first sequences of a named set, ``batch`` at a time; they depend on the name and length alone."""
+        name, length, examples = evaluation.name, evaluation.length, evaluation.examples
         if examples is None or examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}")
-        if stride is not None:
-            raise ValueError(f"stride must be None for {self.name}, which is no text, got {stride}")
+        if evaluation.stride is not None:
+            raise ValueError(f"stride must be None for {self.name}, which is no text, got {evaluation.stride}")
         task = lookup(self.evaluation_sets(), name, "evaluation set")
         for start in range(0, examples, CHUNK):
             rng = seeded(self.name, self.version, "evaluation", name, length, start)
@@ -90,24 +89,73 @@ class Task(ABC):
             for first in range(0, len(chunk), batch):
                 yield chunk[first : first + batch]
 
-    def example(self, length: int) -> tuple[Tensor, list[str]]:
+    def score(self, evaluation: Evaluation, predictions: Iterable[Prediction]) -> Result:
+        """What predictions of an evaluation's batches are worth."""
+        return ExactMatch.of(evaluation, predictions)
+
+    def usual_examples(self, evaluations: Sequence[Evaluation], name: str, length: int) -> int | None:
+        """How many sequences to measure when nobody says, given the evaluations of a recipe."""
+        same = (entry.examples for entry in evaluations if (entry.name, entry.length) == (name, length))
+        return next(same, USUAL_EXAMPLES)
+
+    def rescaled(self, evaluation: Evaluation, factor: Fraction) -> Evaluation:
+        """An evaluation at so many times its length."""
+        return replace(evaluation, length=max(1, round(evaluation.length * factor)))
+
+    def check(self, vocabulary: int, length: int, evaluations: Sequence[Evaluation]) -> None:
+        """Refuse, before anything is trained, what the task cannot have: a model's vocabulary, lengths, sets."""
+        if vocabulary < self.vocabulary:
+            raise ValueError(f"model.vocabulary must be at least {self.vocabulary} for {self.name}, got {vocabulary}")
+        self.sample(torch.Generator(), 1, length)
+        for entry in evaluations:
+            next(self.evaluation_batches(entry, 1))
+
+    def prepare(self, vocabulary: int, length: int, evaluations: Sequence[Evaluation]) -> None:
+        """Whatever takes time before the first step; then everything is checked that could not be without it."""
+        self.check(vocabulary, length, evaluations)
+
+    def tokens_in(self, length: int) -> int:
+        """Tokens of the longest training sequence of a length in the task's unit."""
+        return self.sample(torch.Generator(), 1, length).tokens.shape[1]
+
+    def published(self, split: str, folder: Path | None = None) -> Batch:
+        """A split of a copy that the task's authors published, from the hub or a folder; "train" is to train on, the
+        others are named as the evaluation sets."""
+        raise ValueError(f"data must be 'fresh' or 'fixed': there is no published copy of {self.name}")
+
+    def example(self, length: int, seed: int = 0) -> tuple[Tensor, list[str]]:
         """Always the same sequence of a length ``[L]``, and its symbols one by one."""
-        tokens = self.sample(seeded("heatmap", 0), 1, length).tokens[0]
+        tokens = self.sample(seeded("heatmap", seed), 1, length).tokens[0]
         symbols = self.symbols
         return tokens, [symbols[token] for token in tokens.tolist()]
-
-    def tokenizer_json(self) -> str | None:
-        """The tokenizer, where the task has one."""
-        return None
-
-    def read(self, text: str) -> tuple[Tensor, list[str]]:
-        """A text as tokens ``[L]``, and each of them written out."""
-        raise NotImplementedError
 
     def text(self, tokens: Tensor) -> str:
         """One sequence ``[L]`` written out."""
         symbols = self.symbols
         return self.separator.join(symbols[token] for token in tokens.tolist())
+
+
+class ReadsText(ABC):
+    """What a task on written text can do besides: it has a tokenizer, and reads any text."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> "Tokenizer": ...
+
+    @abstractmethod
+    def read(self, text: str) -> tuple[Tensor, list[str]]:
+        """A text as tokens ``[L]``, and each of them written out."""
+
+    @abstractmethod
+    def with_tokenizer(self, folder: Path) -> Task:
+        """The same task with the tokenizer in a folder: the text that it was made from may have gone."""
+
+    @abstractmethod
+    def texts(self) -> tuple[str, str]:
+        """What it is trained on and what it is measured on, by name."""
+
+    def tokenizer_json(self) -> str:
+        return self.tokenizer.to_str(pretty=True)
 
 
 def seeded(*key: object) -> torch.Generator:

@@ -2,8 +2,8 @@
 
     <bos> s3 s9 s4 <sep> -> s3 s9 s4 <eos>
 
-Everything after `<sep>` counts. `CopyUnique` draws symbols without replacement, `CopyRepeat` with. The layout and the
-alphabets are ours.
+Everything after `<sep>` counts. The symbols of `CopyUnique` are all different, those of `CopyRepeat` repeat. The layout
+and the alphabets are ours.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tra.tasks.base import Batch
-from tra.tasks.strings import BOS, EOS, SEP, SPECIAL, StringTask, draw_unique, every, join
+from tra.tasks.strings import BOS, EOS, SEP, SPECIAL, StringTask, every, join, sample_unique
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class CopyUnique(StringTask):
         return {"copy": replace(self, mixed=False)}
 
     def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
-        lengths = self.draw_lengths(rng, batch, length)
-        x = self.draw(rng, batch, length)
+        lengths = self.sample_lengths(rng, batch, length)
+        x = self.sample_string(rng, batch, length)
         present = torch.arange(length) < lengths[:, None]
         return join(
             every(BOS, batch),
@@ -38,8 +38,8 @@ class CopyUnique(StringTask):
             every(EOS, batch, counted=True),
         )
 
-    def draw(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
-        return draw_unique(rng, batch, length, self.alphabet, first=len(SPECIAL))
+    def sample_string(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
+        return sample_unique(rng, batch, length, self.alphabet, first=len(SPECIAL))
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,5 @@ class CopyRepeat(CopyUnique):
 
     name = "copy_repeat"
 
-    def draw(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
+    def sample_string(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
         return torch.randint(self.alphabet, (batch, length), generator=rng) + len(SPECIAL)

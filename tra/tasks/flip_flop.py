@@ -25,7 +25,7 @@ HUB_SPLITS = {"train": "train", "iid": "val", "sparse": "val_sparse", "dense": "
 
 @dataclass(frozen=True)
 class FlipFlop(Task):
-    """The first instruction is `w` and the last `r`; the others are drawn independently."""
+    """The first instruction is `w` and the last `r`; the others are independent."""
 
     name = "flip_flop"
     version = 1
@@ -45,10 +45,10 @@ class FlipFlop(Task):
         if length < 4 or length % 2:
             raise ValueError(f"length must be an even number of tokens, at least 4, got {length}")
         pairs = length // 2
-        draw = torch.rand(batch, pairs, generator=rng)
+        chance = torch.rand(batch, pairs, generator=rng)
         instruction = torch.full((batch, pairs), IGNORE)
-        instruction[draw >= self.ignore] = READ
-        instruction[draw >= self.ignore + (1.0 - self.ignore) / 2] = WRITE
+        instruction[chance >= self.ignore] = READ
+        instruction[chance >= self.ignore + (1.0 - self.ignore) / 2] = WRITE
         instruction[:, 0] = WRITE
         instruction[:, -1] = READ
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tra.tasks.base import Batch
-from tra.tasks.strings import BOS, EOS, SEP, SPECIAL, StringTask, draw_unique, every, join
+from tra.tasks.strings import BOS, EOS, SEP, SPECIAL, StringTask, every, join, sample_unique
 
 MOST_OCCURRENCES = 4
 
@@ -30,8 +30,8 @@ class InductOnce(StringTask):
         return {"induct": replace(self, mixed=False)}
 
     def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
-        lengths = self.draw_lengths(rng, batch, length)
-        x, place = self.draw(rng, lengths, length)
+        lengths = self.sample_lengths(rng, batch, length)
+        x, place = self.sample_string(rng, lengths, length)
         asked, answer = (x.gather(1, where[:, None])[:, 0] for where in (place, place + 1))
         return join(
             every(BOS, batch),
@@ -42,9 +42,9 @@ class InductOnce(StringTask):
             every(EOS, batch),
         )
 
-    def draw(self, rng: torch.Generator, lengths: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def sample_string(self, rng: torch.Generator, lengths: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Strings ``[B, length]``, and the place in each of the occurrence that counts."""
-        x = draw_unique(rng, len(lengths), length, self.alphabet, first=len(SPECIAL))
+        x = sample_unique(rng, len(lengths), length, self.alphabet, first=len(SPECIAL))
         return x, (torch.rand(len(lengths), generator=rng) * (lengths - 1)).long()
 
 
@@ -55,7 +55,7 @@ class InductRecent(InductOnce):
     name = "induct_recent"
     shortest = 3
 
-    def draw(self, rng: torch.Generator, lengths: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def sample_string(self, rng: torch.Generator, lengths: Tensor, length: int) -> tuple[Tensor, Tensor]:
         batch = len(lengths)
         asked = torch.randint(self.alphabet, (batch, 1), generator=rng)
         other = torch.randint(self.alphabet - 1, (batch, length), generator=rng)

@@ -43,7 +43,7 @@ class Instructed(StringTask):
     shortest = 0
 
     instruction: str | None = None
-    """The only instruction to draw; all of them by default."""
+    """The only instruction to give; all of them by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,7 @@ class Instructed(StringTask):
         }
 
     def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
-        lengths = self.draw_lengths(rng, batch, length)
+        lengths = self.sample_lengths(rng, batch, length)
         x = torch.randint(self.alphabet, (batch, length), generator=rng)
         x = x.masked_fill(torch.arange(length) >= lengths[:, None], -1)
         # A symbol of the string, so that it occurs; any symbol where the string is empty.

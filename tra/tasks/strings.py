@@ -27,7 +27,7 @@ class StringTask(Task):
     alphabet: int = 100
     """Number of different symbols."""
     mixed: bool = True
-    """Draw the length of each sequence uniformly up to the one asked for, instead of exactly that one."""
+    """Sequences of all lengths up to the one asked for, equally likely, instead of exactly that one."""
 
     def __post_init__(self) -> None:
         if self.alphabet < 2:
@@ -37,7 +37,7 @@ class StringTask(Task):
     def symbols(self) -> Sequence[str]:
         return (*SPECIAL, *(f"s{index}" for index in range(self.alphabet)))
 
-    def draw_lengths(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
+    def sample_lengths(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
         """Symbols of each sequence ``[B]``."""
         if length < self.shortest:
             raise ValueError(f"length must be at least {self.shortest} symbols for {self.name}, got {length}")
@@ -46,7 +46,7 @@ class StringTask(Task):
         return torch.randint(self.shortest, length + 1, (batch,), generator=rng)
 
 
-def draw_unique(rng: torch.Generator, batch: int, length: int, alphabet: int, first: int) -> Tensor:
+def sample_unique(rng: torch.Generator, batch: int, length: int, alphabet: int, first: int) -> Tensor:
     """``[B, length]`` tokens from ``first`` on, none twice in a row of the result."""
     if length > alphabet:
         raise ValueError(f"length must be at most the alphabet of {alphabet} for symbols without repeats, got {length}")

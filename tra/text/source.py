@@ -4,13 +4,12 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-
-from rich.console import Console
 
 from tra.errors import RunError
 from tra.lookup import lookup
-from tra.progress import progress
+from tra.progress import progress, say
 
 SPLITS = {
     "train": ("train", "training"),
@@ -33,6 +32,12 @@ PIECE = 1 << 18
 ROWS = 1000
 """Rows of a table that are held in memory at a time."""
 
+SHARES = {"train": (0.0, 0.9), "valid": (0.9, 0.95), "test": (0.95, 1.0)}
+"""Of a text whose files say no split, the part that each split is, by characters."""
+
+CUT_WITHIN = 10_000
+"""Characters after the exact place of such a cut in which it moves on to the end of a line, or else of a word."""
+
 BOUNDARIES = (re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)"), re.compile(r"(?=[ \t\r\n]\w)"))
 """A space before a word belongs to it, and a single line break to nothing else. Where a text has neither: of several
 characters of white space, GPT-2's pattern takes the last by itself or with the word that follows."""
@@ -51,29 +56,55 @@ class Source:
     """The text of each split.
 
     Args:
-        name: one of `HUB`, or a folder whose files say train, valid or test in their names.
+        name: one of `HUB`, or a folder whose files say train, valid or test in their names. If none does, the text is
+            divided: its beginning is to train on, its end to validate and test.
     """
 
     def __init__(self, name: str) -> None:
         self.name, self.folder = name, local(name)
+        self._fingerprints: dict[str, str] = {}
+        if self.folder is None and Path(name).is_file():
+            raise ValueError(
+                f"text must be a folder of text files, but {name} is a file: give the folder that holds it"
+            )
         if self.folder is None and name not in HUB:
             raise ValueError(
                 f"text must be a folder of {', '.join(SUFFIXES)} files or one of {', '.join(HUB)} from the hub, "
                 f"got {name!r}"
             )
 
-    def files(self, split: str) -> list[Path]:
-        """The files of a split in the folder."""
+    @cached_property
+    def everything(self) -> list[Path]:
+        """The files with text in the folder."""
         assert self.folder is not None
-        words = lookup(SPLITS, split, "split")
-        found = sorted(
+        return sorted(
             path
             for path in self.folder.rglob("*")
             if path.suffix.lower() in SUFFIXES
-            and _words(path) & set(words)
             and not any(part.startswith(".") for part in path.relative_to(self.folder).parts)
             and path.is_file()
         )
+
+    @cached_property
+    def is_divided_here(self) -> bool:
+        """Whether no file says a split, so that the text must be divided."""
+        if self.folder is None or not self.everything:
+            return False
+        known = {word for words in SPLITS.values() for word in words}
+        divided = not any(_words(path) & known for path in self.everything)
+        if divided:
+            say(
+                f"no file in {self.folder} says train, valid or test in its name: the first 90% of the text is to "
+                "train on, the next 5% to validate, the last 5% to test"
+            )
+        return divided
+
+    def files(self, split: str) -> list[Path]:
+        """The files of a split in the folder; all of them where the text is divided here."""
+        words = lookup(SPLITS, split, "split")
+        if self.is_divided_here:
+            return self.everything
+        found = [path for path in self.everything if _words(path) & set(words)]
         for path in found:
             others = [name for name, says in SPLITS.items() if name != split and _words(path) & set(says)]
             if others:
@@ -89,14 +120,18 @@ class Source:
 
     def fingerprint(self, split: str) -> str:
         """Changes whenever the text does."""
-        digest = hashlib.sha256()
-        if self.folder is None:
-            digest.update(repr((HUB[self.name], split)).encode())
-            return digest.hexdigest()
-        for path in self.files(split):
-            with open(path, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
+        if split not in self._fingerprints:
+            digest = hashlib.sha256()
+            if self.folder is None:
+                digest.update(repr((HUB[self.name], split)).encode())
+            else:
+                for path in self.files(split):
+                    with open(path, "rb") as file:
+                        digest.update(hashlib.file_digest(file, "sha256").digest())
+                if self.is_divided_here:
+                    digest.update(repr((SHARES[split], CUT_WITHIN)).encode())
+            self._fingerprints[split] = digest.hexdigest()
+        return self._fingerprints[split]
 
     def megabytes(self, split: str) -> int:
         """How much text there is, about, to show progress."""
@@ -117,10 +152,10 @@ class Source:
         if rest:
             yield rest
 
-    def shown(self, split: str, console: Console, what: str) -> Iterator[str]:
+    def shown(self, split: str, what: str) -> Iterator[str]:
         """The pieces of a split, with progress through them."""
         total, size = self.megabytes(split), 0
-        with progress(console, f"{what} of {self.name}, {split}", total, "MB") as update:
+        with progress(f"{what} of {self.name}, {split}", total, "MB") as update:
             for piece in self.pieces(split):
                 yield piece
                 size += len(piece.encode())
@@ -130,12 +165,40 @@ class Source:
         """The text of a split in parts of any size; every file ends a line."""
         if self.folder is None:
             yield from _hub_rows(self.name, split)
+        elif self.is_divided_here:
+            yield from _between(_texts(self.everything), *self._cuts[split])
+        else:
+            yield from _texts(self.files(split))
+
+    @cached_property
+    def _cuts(self) -> dict[str, tuple[int, int]]:
+        """Where each split begins and ends in a text that is divided here, in characters."""
+        total = sum(map(len, _texts(self.everything)))
+
+        def moved(share: float) -> int:
+            exact = int(share * total)
+            if exact in (0, total):
+                return exact
+            following = "".join(_between(_texts(self.everything), exact, exact + CUT_WITHIN))
+            return exact + (following.find("\n") + 1 or following.find(" ") + 1)
+
+        return {split: (moved(first), moved(last)) for split, (first, last) in SHARES.items()}
+
+
+def _texts(paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        yield from _parquet_rows(path) if path.suffix.lower() == ".parquet" else _file_parts(path)
+
+
+def _between(parts: Iterator[str], first: int, last: int) -> Iterator[str]:
+    """The characters from first up to last."""
+    at = 0
+    for part in parts:
+        if at >= last:
             return
-        for path in self.files(split):
-            if path.suffix.lower() == ".parquet":
-                yield from _parquet_rows(path)
-            else:
-                yield from _file_parts(path)
+        if at + len(part) > first:
+            yield part[max(0, first - at) : last - at]
+        at += len(part)
 
 
 def _words(path: Path) -> set[str]:

@@ -3,11 +3,10 @@
 import hashlib
 from pathlib import Path
 
-from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tra.errors import RunError
-from tra.files import locked, write_whole
+from tra.files import locked, write_text
 from tra.text.source import Source, local
 
 PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
@@ -18,7 +17,7 @@ VERSION = 1
 """Raised whenever the same text would give another tokenizer."""
 
 
-def load_tokenizer(name: str, source: Source | None, cache: Path, console: Console) -> Tokenizer:
+def load_tokenizer(name: str, source: Source | None, cache: Path) -> Tokenizer:
     """The tokenizer that a name stands for.
 
     Args:
@@ -26,11 +25,10 @@ def load_tokenizer(name: str, source: Source | None, cache: Path, console: Conso
             and `merges.txt`; or "bpe-N", a byte-level BPE of N tokens trained on the source's training split.
         source: the text to train on, which only bpe-N needs.
         cache: folder for a trained tokenizer, which is trained once.
-        console: shows the progress of that.
     """
     if is_trained(name):
         assert source is not None
-        return _trained(name, source, cache, console)
+        return _trained(name, source, cache)
     folder = local(name) or Path(name)
     try:
         found = _in_folder(folder)
@@ -73,14 +71,14 @@ def _in_folder(folder: Path) -> Tokenizer | None:
     return None
 
 
-def _trained(name: str, source: Source, cache: Path, console: Console) -> Tokenizer:
+def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
     size = name.removeprefix("bpe-")
     if not size.isdecimal() or int(size) < 257:
         raise ValueError(f"tokenizer must be bpe-N with N at least 257, the bytes and an end of text, got {name!r}")
     key = hashlib.sha256(repr((VERSION, name, source.fingerprint("train"))).encode()).hexdigest()[:16]
     path = cache / f"{name}-{key}.json"
     cache.mkdir(parents=True, exist_ok=True)
-    with locked(path, console):
+    with locked(path):
         if not path.exists():
             tokenizer = _byte_level(models.BPE())
             trainer = trainers.BpeTrainer(
@@ -89,8 +87,8 @@ def _trained(name: str, source: Source, cache: Path, console: Console) -> Tokeni
                 initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                 show_progress=False,
             )
-            tokenizer.train_from_iterator(source.shown("train", console, name), trainer)
-            write_whole(path, tokenizer.to_str())
+            tokenizer.train_from_iterator(source.shown("train", name), trainer)
+            write_text(path, tokenizer.to_str())
     return Tokenizer.from_file(str(path))
 
 

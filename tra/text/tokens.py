@@ -2,15 +2,13 @@
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
-from rich.console import Console
 from tokenizers import Tokenizer
 
-from tra.files import locked, sync, write_whole
+from tra.files import locked, write_json, written_aside
 from tra.text.source import Source
 from tra.text.tokenizer import size_of
 
@@ -35,7 +33,7 @@ class Tokens:
         return numpy.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.count,))
 
 
-def prepare(source: Source, split: str, tokenizer: Tokenizer, cache: Path, console: Console) -> Tokens:
+def prepare(source: Source, split: str, tokenizer: Tokenizer, cache: Path) -> Tokens:
     """The tokens of a split, from the cache if they are there.
 
     Killed at any moment it leaves nothing that looks complete, and of several processes one writes and the others wait.
@@ -44,19 +42,18 @@ def prepare(source: Source, split: str, tokenizer: Tokenizer, cache: Path, conso
     path = cache / f"{split}-{key}.tokens"
     facts = path.with_suffix(".json")
     cache.mkdir(parents=True, exist_ok=True)
-    with locked(path, console):
+    with locked(path):
         if not (facts.exists() and path.exists()):
-            write_whole(facts, json.dumps(_write(source, split, tokenizer, path, console)))
+            write_json(facts, _write(source, split, tokenizer, path))
     return Tokens(path=path, **json.loads(facts.read_text()))
 
 
-def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path, console: Console) -> dict[str, object]:
+def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path) -> dict[str, object]:
     dtype = "uint16" if size_of(tokenizer) <= 1 << 16 else "uint32"
-    aside = path.with_name(f".{path.name}.partial")
     count = words = size = 0
-    try:
+    with written_aside(path) as aside:
         with open(aside, "wb") as file:
-            for piece in source.shown(split, console, "tokens"):
+            for piece in source.shown(split, "tokens"):
                 ids = numpy.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
                 file.write(ids.tobytes())
                 count += len(ids)
@@ -64,12 +61,4 @@ def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path, console
                 size += len(piece.encode())
         if count == 0:
             raise ValueError(f"text must not be empty, but the {split} split of {source.name} is")
-        sync(aside)
-        os.replace(aside, path)
-        sync(path.parent)
-    except OSError as error:
-        # A failed write does not name its file.
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
-    finally:
-        aside.unlink(missing_ok=True)
     return {"count": count, "words": words, "bytes": size, "dtype": dtype}

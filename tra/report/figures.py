@@ -1,9 +1,12 @@
-"""Figures from results and models. Nothing here trains or measures."""
+"""Figures from records and models: every function returns a matplotlib figure. Nothing here trains or measures.
 
-import os
+Colours, fonts and sizes follow matplotlib's own settings, so that a style sheet changes them.
+"""
+
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -12,65 +15,74 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from tra.report import Result
+from tra.files import written_aside
+from tra.report.records import Record, grouped
 
 NULL_COLOUR = "white"
 SMALLEST_SHOWN = 1e-4
 """Weights below this share the darkest colour; only weights of exactly 0 are white."""
+FORMATS = ("png", "svg", "pdf")
+
+Points = Sequence[tuple[int, float]]
 
 
-def accuracy_by_length(
-    results: Mapping[str, Sequence[Result]], trained: int, path: Path, unit: str = "tokens", title: str = ""
-) -> None:
-    """Exact match against length: a panel per set, a line per mechanism, the training range shaded.
+def measure_by_length(records: Sequence[Record], title: str = "") -> Figure:
+    """The measure against length: a panel per set, a line per mechanism, the training range shaded.
 
     Several results of one set and length are several seeds: the line is their mean, the band their range.
     """
-    names = list(dict.fromkeys(result["set"] for entries in results.values() for result in entries))
-    figure = Figure(figsize=(3.4 * len(names) + 1.6, 3.4), layout="constrained")
-    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    for panel, name in zip(panels, names, strict=True):
+    measure = type(records[0].result)
+    panels_of = grouped(records, lambda record: record.result.place)
+    figure = Figure(figsize=(3.4 * len(panels_of) + 1.6, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(panels_of), sharey=True, squeeze=False)[0]
+    for panel, (place, mine) in zip(panels, panels_of.items(), strict=True):
         lines = {
-            attention: [(entry["length"], entry["exact_match"]) for entry in entries if entry["set"] == name]
-            for attention, entries in results.items()
+            row: [(record.result.length, record.result.value) for record in some]
+            for row, some in grouped(mine, lambda record: record.row).items()
         }
-        _compare(panel, lines, trained)
-        panel.set(title=name, xlabel=unit, ylim=(0.0, 1.0))
-    panels[0].set_ylabel("exact match")
-    _finish(figure, panels[0], title, path)
+        _compare(panel, lines, records[0].trained)
+        panel.set(title=place, xlabel=records[0].unit)
+        if measure.averages:
+            panel.set_ylim(0.0, 1.0)
+    panels[0].set_ylabel(measure.titles[measure.measure])
+    return _with_legend(figure, panels[0], title)
 
 
-def perplexity_by_window(results: Mapping[str, Sequence[Result]], trained: int, path: Path) -> None:
+def perplexity_by_window(records: Sequence[Record]) -> Figure:
     """Perplexity per token against window, and the loss by position in the longest one; lines and bands as above.
 
     Of windows side by side: sliding ones are left out.
     """
-    results = {name: [entry for entry in entries if not entry["stride"]] for name, entries in results.items()}
-    longest = max(entry["length"] for entries in results.values() for entry in entries)
+    rows: dict[str, list[Any]] = {
+        row: [record.result for record in some if not record.result.stride]
+        for row, some in grouped(records, lambda record: record.row).items()
+    }
+    trained = records[0].trained
+    longest = max(result.length for results in rows.values() for result in results)
     figure = Figure(figsize=(10.0, 4.0), layout="constrained")
     windows, positions = figure.subplots(1, 2)
-    lines = {name: [(entry["length"], entry["perplexity"]) for entry in entries] for name, entries in results.items()}
+    lines = {row: [(result.length, result.perplexity) for result in results] for row, results in rows.items()}
     _compare(windows, lines, trained)
     windows.set(xlabel="window in tokens", ylabel="perplexity per token")
     by_position = {
-        name: [
+        row: [
             (2 ** (place + 1), loss)
-            for entry in entries
-            if entry["length"] == longest
-            for place, loss in enumerate(entry["loss_by_position"])
+            for result in results
+            if result.length == longest
+            for place, loss in enumerate(result.loss_by_position)
             if loss is not None
         ]
-        for name, entries in results.items()
+        for row, results in rows.items()
     }
     _compare(positions, by_position, trained)
     positions.set(xlabel=f"positions from half of this to this, in windows of {longest:,}", ylabel="loss per token")
     positions.set_xticks(positions.get_xticks()[::2], positions.get_xticklabels()[::2])
     _cut(windows, lines, 2.5)
     _cut(positions, by_position, 2.0)
-    _finish(figure, windows, "", path)
+    return _with_legend(figure, windows, "")
 
 
-def _cut(panel: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], most: float) -> None:
+def _cut(panel: Axes, lines: Mapping[str, Points], most: float) -> None:
     """End the axis at so many times the least value: a mechanism that breaks down past its training length would press
     all the others into one line."""
     lowest = min(value for points in lines.values() for _, value in points)
@@ -80,16 +92,16 @@ def _cut(panel: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], most: fl
     panel.set_ylim(0.95 * lowest, min(highest, most * lowest))
 
 
-def _compare(panel: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], trained: int) -> None:
+def _compare(panel: Axes, lines: Mapping[str, Points], trained: int) -> None:
     """A line per mechanism through the mean of the values at each place, with a band over their range."""
-    colours = matplotlib.colormaps["tab20" if len(lines) > 10 else "tab10"]
+    colours = _colours(len(lines))
     places = sorted({place for points in lines.values() for place, _ in points})
     for index, (attention, points) in enumerate(lines.items()):
         values: dict[int, list[float]] = {}
         for place, value in points:
             values.setdefault(place, []).append(value)
         at = sorted(values)
-        colour, ours = colours(index % colours.N), attention == "tra"
+        colour, ours = colours[index], attention == "tra"
         panel.plot(
             at,
             [sum(values[place]) / len(values[place]) for place in at],
@@ -110,14 +122,21 @@ def _compare(panel: Axes, lines: Mapping[str, Sequence[tuple[int, float]]], trai
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _finish(figure: Figure, panel: Axes, title: str, path: Path) -> None:
-    figure.legend(*panel.get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize=8)
+def _colours(number: int) -> list[Any]:
+    """Those of the style's own cycle while it has enough."""
+    cycle = matplotlib.rcParams["axes.prop_cycle"].by_key().get("color", [])
+    many = matplotlib.colormaps["tab20"]
+    return cycle if number <= len(cycle) else [many(index % many.N) for index in range(number)]
+
+
+def _with_legend(figure: Figure, panel: Axes, title: str) -> Figure:
+    figure.legend(*panel.get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize="small")
     if title:
-        figure.suptitle(title, fontsize=10)
-    _save(figure, path)
+        figure.suptitle(title, fontsize="medium")
+    return figure
 
 
-def time_by_length(rows: Sequence[Result], path: Path) -> None:
+def time_by_length(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Time against length of attention in one head: TRA visiting every key, TRA stopping early, and SDPA."""
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -139,10 +158,10 @@ def time_by_length(rows: Sequence[Result], path: Path) -> None:
         if lines:
             panel.legend(frameon=False)
     panels[0].set_ylabel("milliseconds per head")
-    _save(figure, path)
+    return figure
 
 
-def cost_by_attention(rows: Sequence[Result], path: Path) -> None:
+def cost_by_attention(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Time per step and peak memory of each mechanism, as multiples of RoPE's."""
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     figure = Figure(figsize=(9.0, 0.8 + 0.28 * len(rows)), layout="constrained")
@@ -157,10 +176,10 @@ def cost_by_attention(rows: Sequence[Result], path: Path) -> None:
             panel.spines[["top", "right"]].set_visible(False)
         time_panel.set(title=f"time per training step, {size}", xlabel="times RoPE")
         memory_panel.set(title=f"peak memory, {size}", xlabel="times RoPE")
-    _save(figure, path)
+    return figure
 
 
-def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[str], path: Path) -> None:
+def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[str]) -> Figure:
     """One sequence's attention, a row per layer and a column per head, white where a weight is exactly 0.
 
     Args:
@@ -190,7 +209,7 @@ def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[s
             panel.set_yticks(range(len(tokens)), shown, fontsize=4, parse_math=False)
             panel.tick_params(length=0, pad=1)
     figure.colorbar(image, ax=panels, shrink=0.6, label="size of the attention weight (white: exactly 0)")
-    _save(figure, path)
+    return figure
 
 
 def heatmap_values(matrix: Tensor) -> Tensor:
@@ -205,9 +224,9 @@ def heatmap_colours() -> matplotlib.colors.Colormap:
     return matplotlib.colormaps["viridis"].with_extremes(bad=NULL_COLOUR)
 
 
-def _save(figure: Figure, path: Path) -> None:
-    aside = path.with_name(f".{os.getpid()}.{path.name}")
-    with warnings.catch_warnings():
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure, whole or not at all, in the format that the path's suffix says."""
+    with written_aside(path) as aside, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box, once for every character
-        figure.savefig(aside, dpi=160)
-    os.replace(aside, path)
+        dpi = matplotlib.rcParams["savefig.dpi"]
+        figure.savefig(aside, format=path.suffix[1:], dpi=160 if dpi == "figure" else dpi)

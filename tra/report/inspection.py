@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tra.figures import attention_heatmap
-from tra.files import write_whole
+from tra.files import write_json, write_text
 from tra.model import Block, Decoder
-from tra.report import write_json
+from tra.report.figures import attention_heatmap, save_figure
+from tra.report.tables import Table
 
 SHARE = 0.9
 """Of a query's weight, in the definition of reach."""
@@ -48,9 +48,9 @@ def inspect_heads(model: Decoder, tokens: Tensor) -> tuple[list[Head], list[Tens
     heads = []
     for layer, (block, stream) in enumerate(zip(model.blocks, streams, strict=True)):
         assert isinstance(block, Block)
-        gates = _gates(block, stream)
+        gates = block.attention.gates(block.attention_norm(stream))
         for head, matrix in enumerate(weights[layer]):
-            heads.append(summarise(layer, head, matrix, None if gates is None else gates[:, head]))
+            heads.append(summarise(layer, head, matrix, None if gates is None else gates[0, head]))
     return heads, weights
 
 
@@ -78,35 +78,37 @@ def summarise(layer: int, head: int, weights: Tensor, gates: Tensor | None) -> H
     )
 
 
-def _gates(block: Block, stream: Tensor) -> Tensor | None:
-    """``[L, heads]``: the learned gate that is read at each token, if the mechanism has one."""
-    gate = getattr(block.attention, "gate", None)
-    return torch.sigmoid(gate(block.attention_norm(stream)))[0] if isinstance(gate, nn.Linear) else None
-
-
-def heads_table(heads: Sequence[Head]) -> str:
-    """Markdown, a row per head."""
-    lines = [
-        "| layer | head | keys kept | null queries | mean distance | reach | gate 10% / 50% / 90% |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+def heads_table(heads: Sequence[Head]) -> Table:
+    """A row per head."""
+    headings = ("layer", "head", "keys kept", "null queries", "mean distance", "reach", "gate 10% / 50% / 90%")
+    rows = [
+        [
+            str(entry.layer),
+            str(entry.head),
+            f"{entry.kept:.0%}",
+            f"{entry.null:.0%}",
+            f"{entry.mean_distance:.1f}",
+            f"{entry.reach:,}",
+            "" if entry.gate is None else " / ".join(f"{value:.2f}" for value in entry.gate),
+        ]
+        for entry in heads
     ]
-    for entry in heads:
-        gate = "" if entry.gate is None else " / ".join(f"{value:.2f}" for value in entry.gate)
-        lines.append(
-            f"| {entry.layer} | {entry.head} | {entry.kept:.0%} | {entry.null:.0%} | {entry.mean_distance:.1f} | "
-            f"{entry.reach:,} | {gate} |"
-        )
-    return "\n".join(lines) + "\n"
+    return Table(headings, rows, words=0)
 
 
-def write_inspection(model: Decoder, tokens: Tensor, symbols: Sequence[str], folder: Path) -> dict[str, Any]:
+def write_inspection(
+    model: Decoder, tokens: Tensor, symbols: Sequence[str], folder: Path, formats: Sequence[str] = ("png",)
+) -> dict[str, Any]:
     """`attention.png`, `heads.md` and `heads.json` of a model on one sequence."""
     if len(tokens) > MOST_TOKENS:
         raise ValueError(f"text must have at most {MOST_TOKENS} tokens to be drawn, got {len(tokens)}")
     heads, weights = inspect_heads(model, tokens)
-    content = {"attention": model.config.attention, "tokens": list(symbols), "heads": [asdict(head) for head in heads]}
+    label = model.config.label
+    content = {"attention": label, "tokens": list(symbols), "heads": [asdict(head) for head in heads]}
     folder.mkdir(parents=True, exist_ok=True)
-    attention_heatmap({model.config.attention: weights}, symbols, folder / "attention.png")
-    write_whole(folder / "heads.md", heads_table(heads))
+    figure = attention_heatmap({label: weights}, symbols)
+    for kind in formats:
+        save_figure(figure, folder / f"attention.{kind}")
+    write_text(folder / "heads.md", heads_table(heads).markdown())
     write_json(folder / "heads.json", content)
     return content

@@ -5,9 +5,7 @@ checkpoints/step-00000100/model.safetensors, optimizer.safetensors, state.json (
 
 import hashlib
 import json
-import os
 import re
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
@@ -21,11 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tra.errors import RunError
-from tra.files import sync, write_whole
+from tra.files import remove_folder, remove_partial, write_json, written_aside
 
 FORMAT = 1
 STATE = "state.json"
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -40,62 +37,62 @@ class Checkpoint:
         return {key: tensor.clone() for key, tensor in stored.items()}
 
 
-def save(folder: Path, step: int, parts: Mapping[str, Mapping[str, Tensor]], keep: int) -> Checkpoint:
-    """Write a checkpoint of named parts, then remove all but the newest ``keep``.
+class Checkpoints:
+    """The checkpoints of a run, in a folder of their own."""
 
-    Later steps that are found are removed too: they are damaged, or the run would not be at this step.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_partial(folder)
-    final = folder / f"step-{step:08d}"
-    aside = folder / f"{final.name}{PARTIAL}"
-    try:
-        aside.mkdir()
-        digests = {}
-        for name, tensors in parts.items():
-            file = aside / f"{name}.safetensors"
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
-            sync(file)
-            digests[file.name] = _digest(file)
-        write_whole(aside / STATE, json.dumps({"format": FORMAT, "step": step, "files": digests}, indent=2) + "\n")
-        sync(aside)
-        if final.exists():
-            _remove(final)
-        os.rename(aside, final)
-        sync(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise RunError(
-            f"could not write the checkpoint of step {step} to {folder}: {error}; {describe_last(folder)}"
-        ) from error
-    folders = _step_folders(folder)
-    here = folders.index(final)
-    for other in folders[:here] + folders[here + keep :]:
-        _remove(other)
-    return Checkpoint(final, step)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
+    def save(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], keep: int) -> Checkpoint:
+        """Write a checkpoint of named parts, then remove all but the newest ``keep``.
 
-def latest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files are all intact, warning about each damaged one passed over."""
-    for path in _step_folders(folder):
+        Later steps that are found are removed too: they are damaged, or the run would not be at this step.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.remove_partial()
+        final = self.folder / f"step-{step:08d}"
         try:
-            return _verified(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            warnings.warn(f"checkpoint {path} is damaged ({error}): using the one before", stacklevel=2)
-    return None
+            with written_aside(final) as aside:
+                aside.mkdir()
+                digests = {}
+                for name, tensors in parts.items():
+                    file = aside / f"{name}.safetensors"
+                    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+                    digests[file.name] = _digest(file)
+                write_json(aside / STATE, {"format": FORMAT, "step": step, "files": digests})
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"could not write the checkpoint of step {step} to {self.folder}: {error}; {self.describe_last()}"
+            ) from error
+        folders = self._steps()
+        here = folders.index(final)
+        for other in folders[:here] + folders[here + keep :]:
+            remove_folder(other)
+        return Checkpoint(final, step)
 
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint whose files are all intact, warning about each damaged one passed over."""
+        for path in self._steps():
+            try:
+                return _verified(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                warnings.warn(f"checkpoint {path} is damaged ({error}): using the one before", stacklevel=2)
+        return None
 
-def describe_last(folder: Path) -> str:
-    """For messages: which checkpoint a run can go on from."""
-    with warnings.catch_warnings(action="ignore"):
-        found = latest(folder)
-    return f"the last good checkpoint is {found.path}" if found else "there is no earlier checkpoint"
+    def describe_last(self) -> str:
+        """For messages: which checkpoint a run can go on from."""
+        with warnings.catch_warnings(action="ignore"):
+            found = self.latest()
+        return f"the last good checkpoint is {found.path}" if found else "there is no earlier checkpoint"
 
+    def remove_partial(self) -> None:
+        """Remove what a killed process left half-written."""
+        remove_partial(self.folder)
 
-def remove_partial(folder: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for path in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(path, ignore_errors=True)
+    def _steps(self) -> list[Path]:
+        """Newest first. Anything else in the folder, such as a copy somebody made, is left alone."""
+        found = (path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name))
+        return sorted(found, reverse=True)
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -142,18 +139,6 @@ def _verified(path: Path) -> Checkpoint:
         if _digest(path / name) != digest:
             raise ValueError(f"{name} does not match its digest")
     return Checkpoint(path, int(state["step"]))
-
-
-def _step_folders(folder: Path) -> list[Path]:
-    """Newest first. Anything else in the folder, such as a copy somebody made, is left alone."""
-    return sorted((path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)), reverse=True)
-
-
-def _remove(path: Path) -> None:
-    """Rename before deleting, so that a kill in between leaves no damaged checkpoint under its name."""
-    doomed = path.with_name(f"{path.name}.old{PARTIAL}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
 
 
 def _digest(file: Path) -> str:

@@ -1,0 +1,5 @@
+"""Speed and memory of the operator and of whole models, as ratios of sides that are measured in turn."""
+
+from tra.bench.run import run_benchmarks
+
+__all__ = ["run_benchmarks"]

@@ -1,0 +1,104 @@
+"""What is timed: attention on inputs like those in a language model, and tokens and steps of whole models.
+
+Each function prepares everything and returns the work.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tra.bench.timing import Work
+from tra.model import Decoder, DecoderConfig
+from tra.ops import threshold_relative_attention
+
+WIDTH = 64
+"""Of a head."""
+BOUND = math.sqrt(WIDTH)
+"""On the scores of normalised queries and keys."""
+
+Rule = Callable[..., Tensor]
+
+
+def language_like(batch: int, heads: int, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random normalised queries and keys, with gates distributed as in a trained language model."""
+    rng = torch.Generator().manual_seed(0)
+    query = F.rms_norm(torch.randn(batch, heads, queries, WIDTH, generator=rng), (WIDTH,))
+    key = F.rms_norm(torch.randn(batch, heads, keys, WIDTH, generator=rng), (WIDTH,))
+    value = torch.randn(batch, heads, keys, WIDTH, generator=rng)
+    gate = -torch.exp(math.log(0.7) + 1.1 * torch.randn(batch, heads, queries, generator=rng))
+    return query, key, value, gate
+
+
+def native(tolerance: float | None = None) -> Rule:
+    """The mechanism as the CPU kernel computes it. A tolerance of 0 visits every key."""
+    return partial(threshold_relative_attention, tolerance=tolerance, score_bound=BOUND, impl="cpu")
+
+
+def papers_listing(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> Tensor:
+    """The mechanism as the paper writes it: dense matrices."""
+    score = torch.relu(query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).tril()
+    keep = score.detach() > 0
+    distance = keep.float().flip(-1).cumsum(-1).flip(-1)
+    logits = torch.where(keep, score + log_gate[..., None] * distance, -torch.inf)
+    return torch.where(keep, logits.softmax(-1), 0.0) @ value
+
+
+def attention(
+    rule: Rule, batch: int, heads: int, queries: int, keys: int, *, backward: bool = False, gated: bool = True
+) -> Work:
+    """A rule applied to language-like inputs; one that is not gated gets queries, keys and values only."""
+    leaves = language_like(batch, heads, queries, keys)[: 4 if gated else 3]
+    if not backward:
+        return lambda: rule(*leaves)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    grad = torch.ones(batch, heads, queries, WIDTH)
+    return lambda: torch.autograd.grad(rule(*leaves), leaves, grad)
+
+
+def decoding(rule: Rule, batch: int, heads: int, cached: int, *, gated: bool = True) -> Work:
+    """Attention of one new token to so many cached ones."""
+    return torch.inference_mode()(attention(rule, batch, heads, 1, cached, gated=gated))
+
+
+def new_token(config: DecoderConfig, cached: int) -> Work:
+    """One step of generation: a token goes through a whole model whose cache holds so many random ones."""
+    torch.manual_seed(0)
+    model = Decoder(config).eval()
+    cache = model.new_cache()
+    head_width = config.width // config.heads
+    for layer in cache:
+        key, value = torch.randn(2, 1, config.heads, cached + 1, head_width)
+        layer.append(F.rms_norm(key, (head_width,)), value)
+        layer.crop(cached)  # with room for one more
+    token = torch.zeros(1, 1, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def work() -> None:
+        model(token, cache=cache)
+        for layer in cache:
+            layer.crop(cached)
+
+    return work
+
+
+def training_step(config: DecoderConfig, batch: int, length: int, device: str = "cpu") -> Work:
+    """A whole step of training on random tokens: forward, loss, backward, optimiser."""
+    torch.manual_seed(0)
+    model = Decoder(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(config.vocabulary, (batch, length + 1)).to(device)
+
+    def work() -> None:
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+
+    return work

@@ -1,0 +1,70 @@
+"""The command line: one file per command, with its options, its checks and what it calls."""
+
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from tra.cli.options import plugins_in
+from tra.errors import RunError
+from tra.lookup import lookup
+from tra.version import __version__
+
+COMMANDS = {
+    "demo": "Train TRA and RoPE on flip-flop and compare them past the training length (two or three minutes).",
+    "train": "Train a recipe: tra train RECIPE [options], or go on with tra train --resume RUN.",
+    "evaluate": "Measure a trained run on its recipe's sets, or on others.",
+    "reproduce": "Make a table or figure of the paper, or an experiment of one's own: tra reproduce NAME|FILE.",
+    "inspect": "Show what a trained run attends to: heatmaps, and a summary of every head.",
+    "export": "Write a run as a Hugging Face folder: tra export RUN FOLDER.",
+    "generate": "Continue a prompt with a run on text or an exported folder, streaming.",
+    "bench": "Measure the operator and whole training steps against PyTorch's attention, as ratios.",
+    "list": "List recipes, mechanisms with their options, tasks, experiments and model sizes.",
+}
+"""Each is a module of its name beside this one, with a function `run(arguments)` that returns the exit code."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code: 2 for a wrong argument, 1 for a failure, 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    warnings.showwarning = lambda message, *_, **__: print(f"tra: warning: {message}", file=sys.stderr)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: tra COMMAND [options]   (tra COMMAND --help says more)\n")
+        print("\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()))
+        return 0
+    if arguments[0] == "--version":
+        print(f"tra {__version__}")
+        return 0
+    try:
+        lookup(COMMANDS, arguments[0], "command")
+        load_plugins(plugins_in(arguments))
+        # Each imports what it needs itself: a misspelt command should not wait for the training stack.
+        return importlib.import_module(f"tra.cli.{arguments[0]}").run(arguments[1:])
+    except ValueError as error:
+        print(f"tra: error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, RunError) as error:
+        print(f"tra: error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"tra: error: {error}: pip install 'threshold-relative-attention[hub]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as stop:
+        print(f"tra: {str(stop) or 'stopped'}", file=sys.stderr)
+        return 130
+
+
+def load_plugins(names: list[str]) -> None:
+    """Load what --plugin names; a module may lie in the current folder."""
+    from tra import plugins
+
+    if names and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    for name in names:
+        plugins.load(name)
+
+
+def is_first_process() -> bool:
+    """Of those that torchrun or accelerate launch started."""
+    return os.environ.get("RANK", "0") == "0"

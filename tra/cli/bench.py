@@ -1,0 +1,35 @@
+"""`tra bench`."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tra.cli.options import Common, on_console, parse
+
+
+@dataclass(frozen=True)
+class Bench(Common):
+    """Time TRA against PyTorch's attention, interleaved in one run, and write the ratios as JSON and a plot."""
+
+    output: Path | None = None
+    """Folder to write; a new one under runs/ by default."""
+    seconds: float = 5.0
+    """Time for each comparison."""
+    only: str = ""
+    """Measure only rows whose name contains this."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: list[str]) -> int:
+    options = parse(Bench, arguments, "bench")
+    if options.seconds <= 0:
+        raise ValueError(f"seconds must be positive, got {options.seconds!r}")
+    from tra.bench import run_benchmarks
+
+    folder = options.output or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
+    with on_console(quiet=options.json):
+        content = run_benchmarks(folder, options.seconds, options.only)
+    print(json.dumps(content, indent=2) if options.json else folder)
+    return 0

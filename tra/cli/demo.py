@@ -1,0 +1,47 @@
+"""`tra demo`."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tra.cli.options import Common, listed, on_console, parse
+
+
+@dataclass(frozen=True)
+class Demo(Common):
+    """Train TRA and RoPE on 64-token flip-flop, measure both at up to 4,096 tokens, write tables and figures."""
+
+    output: Path | None = None
+    """Folder to write; a new one under runs/ by default."""
+    seeds: int = 1
+    """Runs of each mechanism, with seeds 0, 1, ..."""
+    attention: tuple[str, ...] = ("tra", "rope")
+    """Mechanisms to compare."""
+    jobs: int = 2
+    """Runs at the same time, each with its part of the threads."""
+
+
+def run(arguments: list[str]) -> int:
+    options = parse(Demo, arguments, "demo")
+    names = listed(options.attention)
+    if not names:
+        raise ValueError("attention must name at least one mechanism")
+    from tra.errors import Interrupted
+    from tra.experiments import reproduce
+    from tra.progress import say
+
+    folder = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    again = f"tra demo --seeds {options.seeds} --attention {' '.join(names)} --output {folder}"
+    began = time.monotonic()
+    with on_console():
+        say("Training on 64 tokens, then exact match at longer lengths.")
+        try:
+            outcome = reproduce(
+                "demo", folder, seeds=options.seeds, attention=names, jobs=options.jobs, command=again
+            )
+        except Interrupted as stop:
+            raise Interrupted(f"{stop} by: {again}") from None
+        say(outcome.shown)
+        say(f"{time.monotonic() - began:.0f} s. Runs, results, tables and figures are in")
+    print(folder)
+    return 1 if outcome.failures else 0

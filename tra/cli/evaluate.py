@@ -1,0 +1,65 @@
+"""`tra evaluate`."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from tra.cli.options import Common, listed, on_console, parse
+
+
+@dataclass(frozen=True)
+class Evaluate(Common):
+    """Measure a trained run on named, fixed sets: full-sequence exact match, or the perplexity of text.
+
+    On the recipe's own sets, what is found is stored with the run.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run folder."""
+    sets: tuple[str, ...] = ()
+    """Names of evaluation sets; those of the recipe by default."""
+    lengths: tuple[int, ...] = ()
+    """Lengths in the task's unit, windows in tokens for text; those of the recipe by default."""
+    examples: int | None = None
+    """Sequences per set; as many as the recipe says by default, else 100. Of a text: windows; by default every length
+    reads as much as the recipe does."""
+    stride: int | None = None
+    """Of a text: let windows overlap and move on by this many tokens; without it they lie side by side."""
+    data: str | None = None
+    """Instead of generated sets, the published copy: "hub", or a folder that holds it."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: list[str]) -> int:
+    options = parse(Evaluate, arguments, "evaluate")
+    from tra.environment import environment
+    from tra.report.tables import results_table
+    from tra.runs import evaluate, load_run
+
+    found = load_run(options.run)
+    asked = any((options.sets, options.lengths, options.examples is not None, options.data, options.stride))
+    with on_console(quiet=options.json):
+        step, steps = found.model and found.step, found.recipe.steps
+        if step < steps:
+            print(f"tra: warning: the run is at step {step} of {steps}", file=sys.stderr)
+        results = evaluate(
+            found,
+            sets=listed(options.sets),
+            lengths=options.lengths,
+            examples=options.examples,
+            stride=options.stride,
+            data=options.data,
+        )
+    if not asked:
+        found.store_results(step, found.task, results)
+    if options.json:
+        content = {"step": step, "environment": environment(), "results": [result.to_dict() for result in results]}
+        print(json.dumps(content, indent=2))
+    else:
+        print(results_table(found.recipe.model.label, results, found.task.unit), end="")
+    return 0

@@ -1,0 +1,28 @@
+"""`tra export`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from tra.cli.options import Common, parse
+
+
+@dataclass(frozen=True)
+class Export(Common):
+    """Write a run as a folder that transformers loads: safetensors, config, tokenizer, model card."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run folder."""
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Folder to write, which must not exist yet."""
+
+
+def run(arguments: list[str]) -> int:
+    options = parse(Export, arguments, "export")
+    from tra.hub.export import export
+
+    export(options.run, options.folder)
+    print(options.folder)
+    return 0

@@ -1,0 +1,94 @@
+"""`tra list`."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tra.cli.options import Common, parse
+
+
+@dataclass(frozen=True)
+class List(Common):
+    """List recipes, mechanisms and tasks with their options, experiments, model sizes, and implementations of the
+    operator with what each refuses."""
+
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: list[str]) -> int:
+    options = parse(List, arguments, "list")
+    content = everything()
+    if options.json:
+        print(json.dumps(content, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    for kind, entries in content.items():
+        table = Table("name", "what", title=kind, title_justify="left", title_style="bold")
+        for name, text in entries.items():
+            table.add_row(name, text)
+        if entries:
+            Console().print(table)
+    return 0
+
+
+def everything() -> dict[str, dict[str, str]]:
+    """What there is to name, by kind, with a line for each."""
+    from tra import plugins
+    from tra.attention import MECHANISMS
+    from tra.experiments import BUILT_IN
+    from tra.model import SIZES
+    from tra.ops.threshold_relative import describe_implementations
+    from tra.recipes import RECIPES
+    from tra.tasks import TASKS
+
+    return {
+        "implementations": describe_implementations(),
+        "recipes": {name: _outline(make()) for name, make in plugins.every("RECIPES", RECIPES).items()},
+        "attention": {
+            name: _first_line(mechanism) + _options(mechanism.options())
+            for name, mechanism in plugins.every("MECHANISMS", MECHANISMS).items()
+        },
+        "tasks": {
+            name: _about(make) + _options(task_options(make)) for name, make in plugins.every("TASKS", TASKS).items()
+        },
+        "experiments": {
+            name: _first_line(sys.modules.get(place.partition(":")[0]) or _module(place))
+            for name, place in BUILT_IN.items()
+        },
+        "sizes": {
+            name: f"{size.layers} layers, {size.heads} heads, width {size.width}" for name, size in SIZES.items()
+        },
+        "plugins": dict.fromkeys(plugins.loaded(), "loaded"),
+    }
+
+
+def _module(place: str) -> Any:
+    import importlib
+
+    return importlib.import_module(place.partition(":")[0])
+
+
+def _first_line(thing: object) -> str:
+    return ((thing.__doc__ or "").strip().splitlines() or [""])[0]
+
+
+def _about(make: Callable[..., Any]) -> str:
+    """A task's module says what it looks like, one class of several in a file."""
+    return _first_line(make if not isinstance(make, type) else sys.modules[make.__module__])
+
+
+def _options(options: dict[str, Any]) -> str:
+    return f" Options: {', '.join(f'{name}={default}' for name, default in options.items())}." if options else ""
+
+
+def _outline(recipe: Any) -> str:
+    model = recipe.model
+    return (
+        f"{recipe.task}, up to {recipe.length} {recipe.build_task().unit}; {model.layers} layers, width {model.width}; "
+        f"{recipe.steps:,} steps of {recipe.batch}"
+    )

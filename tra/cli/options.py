@@ -1,0 +1,188 @@
+"""Options as every command has them: parsed by tyro from a dataclass, with one clear line for what is wrong."""
+
+import difflib
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import tyro
+
+from tra.progress import shown
+
+Options = TypeVar("Options")
+
+ALIASES = {"--model.options": "--model.attention-options"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What every command takes."""
+
+    plugin: tuple[str, ...] = ()
+    """Modules, or files ending in .py, that bring mechanisms, tasks and recipes of one's own."""
+
+
+def parse(kind: type[Options], arguments: Sequence[str], command: str, default: Options | None = None) -> Options:
+    """A command's options, or a ValueError with one line that says what is wrong and what may have been meant."""
+    arguments = [_without_alias(argument) for argument in arguments]
+    wrong = io.StringIO()
+    try:
+        with redirect_stderr(wrong):
+            found, unknown = tyro.cli(
+                kind,
+                args=arguments,
+                prog=f"tra {command}",
+                return_unknown_args=True,
+                registry=_registry(),
+                **({} if default is None else {"default": default}),
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise ValueError(_one_line(wrong.getvalue())) from None
+    if unknown:
+        raise ValueError(_unknown(unknown[0], kind, command))
+    return found
+
+
+def on_console(quiet: bool = False) -> AbstractContextManager[None]:
+    """Show lines and progress, unless the output is for a machine."""
+    return nullcontext() if quiet else shown()
+
+
+def listed(values: Sequence[str]) -> tuple[str, ...]:
+    """A list as it may be written everywhere: with spaces or commas between its entries."""
+    return tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
+
+
+def plugins_in(arguments: Sequence[str]) -> list[str]:
+    """The values of --plugin: they are loaded before anything else is understood."""
+    found: list[str] = []
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--plugin="):
+            found.append(argument.partition("=")[2])
+        if argument == "--plugin":
+            for value in arguments[index + 1 :]:
+                if value.startswith("-"):
+                    break
+                found.append(value)
+    return list(listed(found))
+
+
+def value_of(arguments: Sequence[str], option: str) -> str | None:
+    """The value of an option that must be known before the others can be understood."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith(f"{option}="):
+            return argument.partition("=")[2]
+        if argument == option and index + 1 < len(arguments):
+            return arguments[index + 1]
+    return None
+
+
+def settings(texts: Sequence[str], argument: str) -> dict[str, Any]:
+    """NAME=VALUE pairs, separated by spaces or commas: numbers, true, false and none are what they say, the rest is
+    text.
+
+    Example:
+        >>> settings(["theta=1e4", "qk_norm=false,scaling=yarn"], "options")
+        {'theta': 10000.0, 'qk_norm': False, 'scaling': 'yarn'}
+    """
+    found: dict[str, Any] = {}
+    for text in listed(texts):
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"{argument} must be NAME=VALUE, got {text!r}")
+        found[name.strip()] = _value(value.strip())
+    return found
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text.replace("_", "") if number is int else text)
+        except ValueError:
+            continue
+    return text
+
+
+def written(values: Mapping[str, Any]) -> list[str]:
+    """The opposite of `settings`."""
+    return [f"{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in values.items()]
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def options(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type_origin is not dict and info.type is not dict:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="NAME=VALUE",
+            instance_from_str=lambda texts: settings(texts, "it"),
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=written,
+        )
+
+    return registry
+
+
+def _without_alias(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return ALIASES.get(name, name) + equals + value
+
+
+def _one_line(box: str) -> str:
+    """What tyro says in a box, without the box and without its hints."""
+    said: list[str] = []
+    for line in box.splitlines():
+        text = line.strip().strip("│").strip()
+        if said and re.fullmatch(r"[─╰╯]+", text):
+            break
+        if text and not re.match(r"[╭╰─]", text):
+            said.append(text)
+    return " ".join(said) or "the arguments could not be understood"
+
+
+def _unknown(argument: str, kind: type, command: str) -> str:
+    if not argument.startswith("-"):
+        return f"tra {command} does not expect {argument!r} here; see tra {command} --help"
+    name = argument.partition("=")[0]
+    known = option_names(kind)
+    near = _abbreviated(name, known) or difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; see tra {command} --help"
+    return f"{name} is no option of tra {command}{hint}"
+
+
+def option_names(kind: Any, prefix: str = "") -> list[str]:
+    """The options that tyro makes of a dataclass."""
+    found: list[str] = []
+    hints = get_type_hints(kind, include_extras=True)
+    for entry in fields(kind):
+        hint = hints[entry.name]
+        bare = get_args(hint)[0] if get_args(hint) and hasattr(hint, "__metadata__") else hint
+        if is_dataclass(bare):
+            flat = any(getattr(mark, "name", None) == "" for mark in getattr(hint, "__metadata__", ()))
+            found += option_names(bare, prefix if flat else f"{prefix}{entry.name}.")
+        else:
+            name = entry.name.replace("_", "-")
+            found += [f"--{prefix}{name}", f"--{prefix}no-{name}"] if bare is bool else [f"--{prefix}{name}"]
+    return [*found, *([] if prefix else ALIASES)]
+
+
+def _abbreviated(name: str, known: Sequence[str]) -> list[str]:
+    """Options whose words begin with the letters of a short name: --lr for --learning-rate."""
+    letters = name.lstrip("-").lower()
+    if len(letters) < 2:
+        return []
+    return [option for option in known if "".join(word[0] for word in re.findall(r"[a-z]+", option)) == letters]
+
+

@@ -1,0 +1,281 @@
+"""The contract of an experiment: which runs there are, and how they are shown."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tra import plugins
+from tra.attention import MECHANISMS
+from tra.lookup import lookup
+from tra.recipes import Recipe, RecipeOf
+from tra.report.figures import measure_by_length
+from tra.report.records import Record, grouped
+from tra.report.tables import Table, comparison_tables
+from tra.runs import Run
+from tra.tasks import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCALES = ("smoke", "small", "paper")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is compared: a mechanism, its options, and other changes to the recipes.
+
+    Example:
+        >>> Row("rope", {"theta": 10_000}).label
+        'rope theta=10000'
+        >>> Row("rope", changes={"model.layers": 2}).label
+        'rope model.layers=2'
+    """
+
+    attention: str
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values of fields of the recipe; those of the model have names such as ``model.width``."""
+    name: str = ""
+    """What the row is called; the mechanism with its options and changes by default."""
+
+    @property
+    def label(self) -> str:
+        return self.name or " ".join([self.attention, *_settings({**self.options, **self.changes})])
+
+    def recipe(self, recipe_of: RecipeOf, seed: int) -> Recipe:
+        """A column's recipe as this row has it."""
+        recipe = recipe_of(attention=self.attention)
+        options = {**recipe.model.attention_options, **self.options}
+        model = replace(recipe.model, attention_options=options)
+        return replace(recipe, model=model, seed=seed).changed(self.changes)
+
+
+def sweep(rows: Iterable[Row | str], fields: Mapping[str, Sequence[Any]]) -> tuple[Row, ...]:
+    """Every row with every combination of values of fields of the recipe.
+
+    Example:
+        >>> [row.label for row in sweep(["tra"], {"model.layers": (2, 4)})]
+        ['tra model.layers=2', 'tra model.layers=4']
+    """
+    return tuple(
+        replace(row, changes={**row.changes, **dict(zip(fields, values, strict=True))})
+        for row in map(as_row, rows)
+        for values in itertools.product(*fields.values())
+    )
+
+
+def as_row(row: Row | str) -> Row:
+    return Row(row) if isinstance(row, str) else row
+
+
+def _settings(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings that are chosen for each row before anything is reported: by the loss within the training length, on
+    seeds that are not reported."""
+
+    grid: Mapping[str, Sequence[Any]]
+    """Values of fields of the recipe; every combination is tried."""
+    seeds: Sequence[int] = (1000,)
+    column: str | None = None
+    """Tune on this column for all of them; by default each is tuned by itself."""
+    rows: Collection[str] | None = None
+    """Labels of the rows to tune; all by default. Tables mark the others."""
+
+    def __post_init__(self) -> None:
+        if not self.grid or not all(self.grid.values()):
+            raise ValueError(f"grid must name fields of a recipe and values for each, got {self.grid!r}")
+        if not self.seeds:
+            raise ValueError("seeds must name at least one seed to tune on, got none")
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Every combination of the grid."""
+        return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of an experiment."""
+
+    column: str
+    row: str
+    recipe: Recipe
+    folder: Path
+    tuned: bool = True
+    choice: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Of a run for tuning: the settings that it tries."""
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.column, self.row, *_settings(self.choice), f"seed {self.recipe.seed}"])
+
+    @property
+    def choice_label(self) -> str:
+        return " ".join(_settings(self.choice))
+
+    @property
+    def run(self) -> Run:
+        return Run(self.folder)
+
+    def results(self) -> list[Result] | None:
+        """What was measured, or None if the run of this recipe is not finished."""
+        try:
+            return self.run.finished(self.recipe)
+        except (OSError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment has come to: its finished runs and what they measured."""
+
+    cells: Sequence[Cell]
+    """Finished."""
+    records: Sequence[Record]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Of unfinished runs, why."""
+    folder: Path = Path()
+    shown: str = ""
+    """The table, as it is to be printed."""
+    content: Mapping[str, Any] = field(default_factory=dict)
+    """What was stored as JSON."""
+
+
+def outcome_of(finished: Mapping[Cell, Sequence[Result]]) -> Outcome:
+    """The records of finished runs."""
+    records = []
+    for cell, results in finished.items():
+        recipe, unit = cell.recipe, cell.recipe.build_task().unit
+        settings = {"learning_rate": recipe.learning_rate}
+        records += [
+            Record(cell.column, cell.row, recipe.seed, recipe.length, unit, result, cell.tuned, settings)
+            for result in results
+        ]
+    return Outcome(list(finished), records)
+
+
+def default_tables(outcome: Outcome) -> list[Table]:
+    return comparison_tables(outcome.records)
+
+
+def default_figures(outcome: Outcome) -> dict[str, "Figure"]:
+    """The measure against length, a figure for each column."""
+    return {
+        f"accuracy-{column}" if mine[0].result.averages else f"{mine[0].result.measure}-{column}": measure_by_length(
+            mine, column
+        )
+        for column, mine in grouped(outcome.records, lambda record: record.column).items()
+    }
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Which runs, and how they are shown.
+
+    Args:
+        scales: for each scale ("smoke", "small", "paper", or any name) the columns: a recipe of each, as a function of
+            the mechanism's name.
+        rows: what is compared, mechanisms by name or :class:`Row` with options.
+        seeds: runs of each kind, with seeds 0, 1, ..., unless asked for others.
+        tuning: settings to choose for each row first.
+        tuned: at each scale, the rows whose settings the recipes have from earlier tuning; where there is no such entry
+            and no tuning, tables say that nothing was tuned.
+        tables: makes the tables; comparisons of everything by default.
+        figures: makes the figures, by name; the measure against length by default.
+        stem: of the names of the files that hold results and tables.
+    """
+
+    scales: Mapping[str, Mapping[str, RecipeOf]]
+    rows: Sequence[Row | str]
+    seeds: int = 1
+    tuning: Tuning | None = None
+    tuned: Mapping[str, Collection[str]] = field(default_factory=dict)
+    tables: Callable[[Outcome], list[Table]] = default_tables
+    figures: Callable[[Outcome], dict[str, "Figure"]] = default_figures
+    results_file: str = "results.json"
+    table_stem: str = "table"
+
+    def __post_init__(self) -> None:
+        labels = [as_row(row).label for row in self.rows]
+        if not labels or not self.scales or not all(self.scales.values()):
+            raise ValueError("an experiment must have at least one row, one scale and one column in each")
+        if len(set(labels)) < len(labels):
+            twice = next(label for label in labels if labels.count(label) > 1)
+            raise ValueError(f"rows must have different names, got {twice!r} twice")
+
+    @property
+    def usual_scale(self) -> str:
+        return "small" if "small" in self.scales else next(iter(self.scales))
+
+    def chosen_rows(self, names: Sequence[str]) -> list[Row]:
+        """Those of these names, or of these mechanisms; a mechanism that is not among the rows becomes one."""
+        rows = [as_row(row) for row in self.rows]
+        if not names:
+            return rows
+        chosen: list[Row] = []
+        for name in names:
+            found = [row for row in rows if name in (row.label, row.attention)]
+            if not found:
+                plugins.find("MECHANISMS", MECHANISMS, name, "attention")
+            chosen += found or [Row(name)]
+        return list(dict.fromkeys(chosen))
+
+    def columns(self, scale: str) -> Mapping[str, RecipeOf]:
+        return lookup(self.scales, scale, "scale")
+
+    def cells(
+        self,
+        folder: Path,
+        scale: str,
+        seeds: int,
+        rows: Sequence[Row],
+        chosen: Mapping[tuple[str, str], Mapping[str, Any]],
+    ) -> list[Cell]:
+        """All runs that are reported, a whole table for one seed before the next seed, so that a part of them says
+        something. ``chosen`` are the settings that tuning chose for a column and row."""
+        known = self.tuned.get(scale, ())
+        return [
+            Cell(
+                column,
+                row.label,
+                row.recipe(recipe_of, seed).changed(chosen.get((column, row.label), {})),
+                folder / "runs" / column / file_name(row.label) / str(seed),
+                tuned=(column, row.label) in chosen or row.label in known,
+            )
+            for seed in range(seeds)
+            for column, recipe_of in self.columns(scale).items()
+            for row in rows
+        ]
+
+    def tuning_cells(self, folder: Path, scale: str, rows: Sequence[Row]) -> list[Cell]:
+        """The runs from which settings are chosen."""
+        tuning = self.tuning
+        if tuning is None:
+            return []
+        columns = self.columns(scale)
+        if tuning.column is not None:
+            columns = {tuning.column: lookup(columns, tuning.column, "column")}
+        return [
+            Cell(
+                column,
+                row.label,
+                row.recipe(recipe_of, seed).changed(choice),
+                folder / "tuning" / column / file_name(row.label) / file_name(" ".join(_settings(choice))) / str(seed),
+                choice=choice,
+            )
+            for seed in tuning.seeds
+            for column, recipe_of in columns.items()
+            for row in rows
+            if tuning.rows is None or row.label in tuning.rows
+            for choice in tuning.choices()
+        ]
+
+
+def file_name(label: str) -> str:
+    """A label as the name of a folder."""
+    return "".join(sign if sign.isalnum() or sign in "-_.=," else "-" for sign in label)

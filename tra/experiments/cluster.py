@@ -1,0 +1,102 @@
+"""Many runs on a cluster, through submitit: each run is a job, and one that is preempted goes on from its checkpoint."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tra import plugins
+from tra.errors import Interrupted
+from tra.experiments.base import Cell
+from tra.experiments.grid import report, run_cell, unfinished
+from tra.lookup import lookup
+from tra.progress import progress, say
+from tra.recipes import Recipe
+
+CLUSTERS = ("slurm", "local", "debug")
+SECONDS_BETWEEN_LOOKS = 2.0
+
+
+class Job:
+    """What a node of the cluster is sent: a run as plain text."""
+
+    def __init__(self, cell: Cell, needed: Sequence[str]) -> None:
+        self.column, self.row, self.folder = cell.column, cell.row, str(cell.folder.absolute())
+        self.recipe, self.needed = cell.recipe.to_json(), tuple(needed)
+
+    def __call__(self) -> None:
+        for name in self.needed:
+            plugins.load(name)
+        run_cell(Cell(self.column, self.row, Recipe.from_json(self.recipe), Path(self.folder)))
+
+    def checkpoint(self) -> Any:
+        """submitit asks for this when the job's time is up or the job is preempted: the same again, which goes on."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, Any], folder: Path) -> None:
+    """Run every cell that is not finished as a job of its own, and wait for them.
+
+    Args:
+        cells: the runs.
+        cluster: "slurm"; or "local" and "debug", which stay on this machine.
+        options: submitit's parameters, as ``gpus_per_node`` or ``timeout_min``, and those of the cluster itself, as
+            ``partition``.
+        folder: for what the jobs print.
+    """
+    waiting = unfinished(cells)
+    if not waiting:
+        return
+    executor = make_executor(cluster, options, folder)
+    for cell in waiting:
+        cell.run.record_failure(None)
+    with executor.batch():
+        jobs = {cell.folder: executor.submit(Job(cell, plugins.loaded())) for cell in waiting}
+    say(f"{len(jobs)} jobs submitted to {cluster}; what they print is in {folder}")
+    began, total = time.monotonic(), sum(cell.recipe.steps for cell in waiting)
+    start = sum(cell.run.steps_done() for cell in waiting)
+    running = list(waiting)
+    try:
+        with progress(f"{len(jobs)} jobs", total, "step", start) as update:
+            while running:
+                for cell in list(running):
+                    job = jobs[cell.folder]
+                    if job.done():
+                        running.remove(cell)
+                        failed = job.exception()
+                        how = "the job ended without a result" if failed is None else _last_line(failed)
+                        report(cell, time.monotonic() - began, f"{how}; see {folder}")
+                update(sum(cell.run.steps_done() for cell in waiting), running=len(running))
+                if running:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped waiting; {len(running)} jobs are still with {cluster}, and are looked for again"
+        ) from None
+
+
+def make_executor(cluster: str, options: Mapping[str, Any], folder: Path) -> Any:
+    """submitit's executor with these options; a wrong one is a ValueError."""
+    lookup(dict.fromkeys(CLUSTERS), cluster, "cluster")
+    try:
+        import submitit
+    except ModuleNotFoundError as error:
+        raise ValueError("cluster must have submitit installed: pip install submitit") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
+        general = executor._typed_parameters()
+        named = {
+            name if name in general or name.startswith(f"{cluster}_") else f"{cluster}_{name}": value
+            for name, value in {"name": "tra", **options}.items()
+        }
+        executor.update_parameters(**named)
+    except (NameError, RuntimeError, TypeError) as error:
+        raise ValueError(f"cluster_options must suit {cluster}: {error}") from error
+    return executor
+
+
+def _last_line(error: Any) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

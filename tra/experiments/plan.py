@@ -1,0 +1,112 @@
+"""What an experiment would take: its runs, parameters and tokens, and the time, estimated from a few measured steps."""
+
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+from tra.environment import best_device
+from tra.experiments.base import Cell, Experiment
+from tra.experiments.reproduce import Request
+from tra.model import Decoder, DecoderConfig
+from tra.progress import progress
+from tra.recipes import Recipe
+from tra.report.tables import Table
+from tra.runs.training import summed_loss
+from tra.tasks import Batch
+
+TOKENS = 2048
+"""Of a measured step, about: the time of larger ones is taken to be in proportion."""
+STEPS = 3
+FORWARD_SHARE = 1 / 3
+"""Of a training step's time per token, what measuring takes."""
+
+
+def plan(experiment: Experiment, request: Request) -> Table:
+    """A row for each column and mechanism: number of runs, parameters, tokens, and hours on this machine."""
+    rows = experiment.chosen_rows(request.attention)
+    seeds = request.seeds or experiment.seeds
+    cells = [
+        *experiment.tuning_cells(request.folder, request.scale, rows),
+        *experiment.cells(request.folder, request.scale, seeds, rows, {}),
+    ]
+    groups: dict[tuple[str, str, bool], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.column, cell.row, bool(cell.choice)), []).append(cell)
+    body, total = [], 0.0
+    speeds: dict[tuple[DecoderConfig, int], float] = {}
+    with progress("measuring a few steps of each", len(groups), "kind") as update:
+        for done, ((column, row, tunes), some) in enumerate(groups.items(), 1):
+            hours = sum(_seconds(cell.recipe, speeds) for cell in some) / 3600
+            total += hours
+            recipe = some[0].recipe
+            body.append(
+                [
+                    f"{column} (tuning)" if tunes else column,
+                    row,
+                    str(len(some)),
+                    f"{parameters(recipe.model):,}",
+                    f"{training_tokens(recipe):,}",
+                    f"{evaluation_tokens(recipe):,}",
+                    f"{hours:.2f}",
+                ]
+            )
+            update(done)
+    body.append(["all", "", str(len(cells)), "", "", "", f"{total:.2f}"])
+    headings = ("column", "attention", "runs", "parameters", "tokens trained", "tokens measured", "hours, estimated")
+    device = best_device()
+    note = (
+        f"Tokens are of one run, hours of all in the line, one after another on this machine ({device}), "
+        f"estimated from {STEPS} measured steps of about {TOKENS:,} tokens; other machines take other times."
+    )
+    return Table(headings, body, f"Runs at the scale {request.scale}", note, words=2)
+
+
+def parameters(config: DecoderConfig) -> int:
+    """Of a model, without making it."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+def training_tokens(recipe: Recipe) -> int:
+    return recipe.steps * recipe.batch * recipe.build_task().tokens_in(recipe.length)
+
+
+def evaluation_tokens(recipe: Recipe) -> int:
+    """Of the evaluations whose number of sequences is known."""
+    task = recipe.build_task()
+    return sum((entry.examples or 0) * task.tokens_in(entry.length) for entry in recipe.evaluations)
+
+
+def _seconds(recipe: Recipe, speeds: dict[tuple[DecoderConfig, int], float]) -> float:
+    tokens = recipe.build_task().tokens_in(recipe.length)
+    key = recipe.model, tokens
+    if key not in speeds:
+        speeds[key] = tokens_per_second(recipe, tokens)
+    return (training_tokens(recipe) + FORWARD_SHARE * evaluation_tokens(recipe)) / speeds[key]
+
+
+def tokens_per_second(recipe: Recipe, tokens: int) -> float:
+    """Of training steps on random tokens: forward, loss, backward and optimiser."""
+    rows = min(recipe.batch, max(1, TOKENS // tokens))
+    device = best_device()
+    with torch.random.fork_rng():
+        model = Decoder(replace(recipe.model)).to(device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        batch = Batch(
+            torch.randint(recipe.model.vocabulary, (rows, tokens)), torch.ones(rows, tokens, dtype=torch.bool)
+        ).to(device)
+        times = []
+        for _ in range(STEPS + 1):
+            began = time.perf_counter()
+            summed_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            times.append(time.perf_counter() - began)
+    return rows * tokens / statistics.median(times[1:])  # the first allocates
+
+
+__all__ = ["plan"]

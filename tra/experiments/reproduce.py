@@ -1,0 +1,187 @@
+"""From an experiment to its tables and figures: run what is missing, then make them from what is stored."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from tra.environment import environment
+from tra.errors import RunError
+from tra.experiments.base import Cell, Experiment, Outcome, Row, outcome_of
+from tra.experiments.cluster import run_on_cluster
+from tra.experiments.grid import run_all
+from tra.experiments.tuning import chosen_settings, tuning_losses, tuning_table
+from tra.files import write_json, write_text
+from tra.lookup import lookup
+from tra.progress import say
+from tra.report.figures import FORMATS, save_figure
+from tra.report.tables import comparison_csv, latex, markdown
+from tra.tasks import Result
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an experiment, besides what it says itself."""
+
+    folder: Path
+    scale: str
+    seeds: int | None = None
+    attention: Sequence[str] = ()
+    """Rows or mechanisms; all of the experiment by default."""
+    jobs: int = 1
+    """Runs at the same time."""
+    shard: tuple[int, int] = (1, 1)
+    """This machine's part of the runs, of how many."""
+    train: bool = True
+    """False: make tables and figures from what is stored."""
+    cluster: str | None = None
+    cluster_options: Mapping[str, Any] = field(default_factory=dict)
+    formats: Sequence[str] = ("png",)
+    style: str | None = None
+    """A style sheet of matplotlib, by name or path."""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "jobs"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        index, count = self.shard
+        if not 1 <= index <= count:
+            raise ValueError(f"shard must be i/n with 1 <= i <= n, got {index}/{count}")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"output must be a folder, but {self.folder} is a file")
+        for kind in self.formats:
+            lookup(dict.fromkeys(FORMATS), kind, "figures")
+
+
+def perform(experiment: Experiment, request: Request) -> Outcome:
+    """Run what is missing of this shard, tuning first, then write tables and figures from the runs that are finished."""
+    started = time.monotonic()
+    seeds, rows = request.seeds or experiment.seeds, experiment.chosen_rows(request.attention)
+    columns = list(experiment.columns(request.scale))
+    tries = experiment.tuning_cells(request.folder, request.scale, rows)
+    if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
+        raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
+    request.folder.mkdir(parents=True, exist_ok=True)
+    missing = _missing(tries, request)
+    tuned = _finished(tries)
+    chosen: dict[tuple[str, str], dict[str, Any]] = {}
+    losses = tuning_losses(tuned)
+    if tries:
+        if len(tuned) < len(tries) and request.train:
+            _raise_unless_shared(request, tries)
+            say(f"{len(tries) - len(tuned)} of {len(tries)} runs of tuning are left to other machines")
+            return Outcome([], [], _failures(tries), request.folder, tuning_table(losses).markdown() if losses else "")
+        chosen = chosen_settings(experiment, columns, tries, losses)
+    cells = experiment.cells(request.folder, request.scale, seeds, rows, chosen)
+    missing += _missing(cells, request)
+    with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
+        finished = _finished(cells)
+        failures = _failures(cells)
+        if not finished:
+            reason = next(iter(failures.values()), "")
+            raise RunError(f"no run in {request.folder} is finished" + (f": {reason}" if reason else ""))
+        trained = sum(cell.results() is not None for cell in missing)
+        session = {
+            "command": request.command,
+            "trained": trained,
+            "seconds": round(time.monotonic() - started, 1),
+            "environment": environment(),
+        }
+        outcome = outcome_of(finished)
+        stored = request.folder / experiment.results_file
+        content = {
+            "runs": len(cells),
+            "finished": len(finished),
+            "failures": failures,
+            "sessions": _sessions(stored) + ([session] if trained else []),
+            "tuning": {
+                f"{column} {row}": {"losses": losses.get((column, row), {}), "chosen": settings}
+                for (column, row), settings in chosen.items()
+            },
+            "recipes": {cell.column: asdict(cell.recipe) for cell in reversed(cells)},
+            "results": [record.to_dict() for record in outcome.records],
+        }
+        shown = _show(experiment, outcome, losses, request)
+        write_json(stored, content)
+    return replace(outcome, failures=failures, folder=request.folder, shown=shown, content=content)
+
+
+def _missing(cells: Sequence[Cell], request: Request) -> list[Cell]:
+    """Run this shard's part of the cells, and return those of it that were not finished before."""
+    mine = part_of(cells, *request.shard) if cells else []
+    missing = [cell for cell in mine if cell.results() is None]
+    if request.train and mine:
+        if request.cluster is None:
+            run_all(mine, request.jobs)
+        else:
+            run_on_cluster(mine, request.cluster, request.cluster_options, request.folder / "cluster")
+    return missing
+
+
+def _finished(cells: Sequence[Cell]) -> dict[Cell, list[Result]]:
+    return {cell: results for cell in cells if (results := cell.results()) is not None}
+
+
+def _failures(cells: Sequence[Cell]) -> dict[str, str]:
+    return {
+        cell.label: reason for cell in cells if cell.results() is None and (reason := cell.run.failure()) is not None
+    }
+
+
+def _raise_unless_shared(request: Request, tries: Sequence[Cell]) -> None:
+    """Tuning that this machine could not finish stops here, with the reason, unless others have a part in it."""
+    reason = next(iter(_failures(tries).values()), "")
+    if request.shard[1] == 1 or reason:
+        raise RunError(f"tuning in {request.folder} is not finished" + (f": {reason}" if reason else ""))
+
+
+def _show(experiment: Experiment, outcome: Outcome, losses: Any, request: Request) -> str:
+    """Write tables and figures; returns the tables as Markdown."""
+    folder, stem = request.folder, experiment.table_stem
+    tables = experiment.tables(outcome)
+    if losses:
+        tables = [*tables, tuning_table(losses)]
+    shown = markdown(tables)
+    write_text(folder / f"{stem}.md", shown)
+    write_text(folder / f"{stem}.tex", latex(tables))
+    write_text(folder / f"{stem}.csv", comparison_csv(outcome.records))
+    import matplotlib.style
+
+    try:
+        styled: Any = matplotlib.style.context(request.style) if request.style else nullcontext()
+        with styled:
+            for name, figure in experiment.figures(outcome).items():
+                for kind in request.formats:
+                    save_figure(figure, folder / f"{name}.{kind}")
+    except OSError as error:
+        if request.style and "style" in str(error):
+            raise ValueError(f"style must be a style sheet of matplotlib, got {request.style!r}") from error
+        raise
+    return shown
+
+
+def _sessions(results: Path) -> list[dict[str, Any]]:
+    """What was measured before, and where."""
+    try:
+        return json.loads(results.read_text(encoding="utf-8"))["sessions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
+    """The index-th of count parts, none of which holds all runs of a row."""
+    if count > len(cells):
+        raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {index}/{count}")
+    width = len({cell.row for cell in cells})
+    shift = 1 if width % count == 0 else 0  # else every row would begin with the same part
+    return [cell for place, cell in enumerate(cells) if (place + shift * (place // width)) % count == index - 1]
+
+
+__all__ = ["Request", "Row", "part_of", "perform"]

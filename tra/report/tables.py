@@ -1,0 +1,278 @@
+"""Tables: the one class for all of them, written as Markdown and LaTeX, and the comparisons made from records."""
+
+import csv
+import io
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tra.report.intervals import interval, spread
+from tra.report.records import Record, grouped
+from tra.tasks import Result
+
+UNTUNED = "†"
+"""After a row whose settings were not chosen for its mechanism."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and rows of text. The first ``words`` columns are text, the others numbers."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    note: str = ""
+    best: frozenset[tuple[int, int]] = frozenset()
+    """Row and column of what is to be bold."""
+    words: int = 1
+
+    def markdown(self) -> str:
+        """Title, note and table, ending with a line break."""
+
+        def line(cells: Iterable[str]) -> str:
+            return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+        rule = "|" + "---|" * self.words + "---:|" * (len(self.headings) - self.words)
+        rows = [
+            line(f"**{cell}**" if (y, x) in self.best else cell for x, cell in enumerate(row))
+            for y, row in enumerate(self.rows)
+        ]
+        head = [f"## {self.title}\n"] if self.title else []
+        head += [f"{self.note}\n"] if self.note else []
+        return "\n".join([*head, line(self.headings), rule, *rows]) + "\n"
+
+    def latex(self) -> str:
+        """A table for the package booktabs, with the title and note as its caption."""
+
+        def line(cells: Iterable[str]) -> str:
+            return " & ".join(cells) + r" \\"
+
+        rows = [
+            line(rf"\textbf{{{_latex(cell)}}}" if (y, x) in self.best else _latex(cell) for x, cell in enumerate(row))
+            for y, row in enumerate(self.rows)
+        ]
+        caption = " ".join(part for part in (f"{self.title}." if self.title else "", self.note) if part)
+        return "\n".join(
+            [
+                r"\begin{table}",
+                r"\centering",
+                *([rf"\caption{{{_latex(caption)}}}"] if caption else []),
+                rf"\begin{{tabular}}{{{'l' * self.words}{'r' * (len(self.headings) - self.words)}}}",
+                r"\toprule",
+                line(map(_latex, self.headings)),
+                r"\midrule",
+                *rows,
+                r"\bottomrule",
+                r"\end{tabular}",
+                r"\end{table}",
+            ]
+        )
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    return "\n".join(table.markdown() for table in tables)
+
+
+def latex(tables: Sequence[Table]) -> str:
+    return "% needs \\usepackage{booktabs}\n\n" + "\n\n".join(table.latex() for table in tables) + "\n"
+
+
+SPECIAL = {
+    "\\": r"\textbackslash{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "\N{MULTIPLICATION SIGN}": r"$\times$",
+    UNTUNED: r"$\dagger$",
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(SPECIAL.get(sign, sign) for sign in text)
+
+
+def comparison_tables(records: Sequence[Record]) -> list[Table]:
+    """Everything that was measured: summaries past and within the training length where the measure can be averaged
+    over lengths, then column by column.
+
+    A set called "all" stands for the others of its column in the summaries.
+    """
+    tables: list[Table] = []
+    for measure, alike in grouped(records, lambda record: type(record.result)).items():
+        if measure.averages:
+            field, title = next(iter(measure.titles.items()))
+            stands = [record for record in alike if _stands(record, alike)]
+            past = [record for record in stands if record.result.length > record.trained]
+            within = [record for record in stands if record.result.length <= record.trained]
+            how = f"Mean {title} over the longer lengths."
+            tables += [_table(past, _column_and_set, field, "Past the training length", how)] if past else []
+            tables += (
+                [_table(within, _column_and_set, field, "Within the training length", f"Mean {title}.")]
+                if within
+                else []
+            )
+        for column, mine in grouped(alike, lambda record: record.column).items():
+            tables += _column_tables(column, mine, measure)
+    return tables
+
+
+def _column_tables(column: str, records: Sequence[Record], measure: type[Result]) -> list[Table]:
+    """One table where the measure has one figure; else one for each figure, set and kind of window."""
+    trained, unit = records[0].trained, records[0].unit
+    about = f"Trained at up to {trained:,} {unit}."
+    if len(measure.titles) == 1:
+        (field,) = measure.titles
+        return [_table(records, _set_and_length, field, column, about)]
+    kinds = grouped(records, lambda record: (record.result.set, bool(record.result.stride)))
+    return [
+        _table(mine, _window, field, f"{title.capitalize()}, {name}, {'sliding' if sliding else 'side by side'}", about)
+        for field, title in measure.titles.items()
+        for (name, sliding), mine in kinds.items()
+    ]
+
+
+def _table(records: Sequence[Record], heading: Callable[[Record], str], field: str, title: str, note: str) -> Table:
+    """A row per mechanism and a column per heading: mean, deviation over seeds and 95% interval; the best mean of each
+    column, if there are several rows, is bold."""
+    headings = list(grouped(records, heading))
+    rows = list(grouped(records, lambda record: record.row))
+    higher = type(records[0].result).higher_is_better
+    cells: dict[tuple[str, str], tuple[float, str]] = {}
+    for key, some in grouped(records, lambda record: (record.row, heading(record))).items():
+        cells[key] = _cell(some, field)
+    best = {
+        name: (max if higher else min)(mean for (_, at), (mean, _) in cells.items() if at == name) for name in headings
+    }
+    marked = {
+        (y, x)
+        for y, row in enumerate(rows)
+        for x, name in enumerate(headings, 1)
+        if len(rows) > 1 and (row, name) in cells and _is_best(cells[row, name][0], best[name])
+    }
+    untuned = {record.row for record in records if not record.tuned}
+    if untuned == set(rows):
+        note += " No mechanism was tuned."
+    elif untuned:
+        note += f" {UNTUNED}: not tuned."
+    mark = UNTUNED if untuned != set(rows) else ""
+    body = [
+        [row + (mark if row in untuned else ""), *(cells.get((row, name), (0.0, ""))[1] for name in headings)]
+        for row in rows
+    ]
+    counted = _sequences(records, heading)
+    return Table(
+        ["attention", *headings],
+        [*body, ["test sequences", *(counted[name] for name in headings)]],
+        title,
+        f"{note} {_how(records)}",
+        frozenset(marked),
+    )
+
+
+def _how(records: Sequence[Record]) -> str:
+    seeds = sorted({len({record.seed for record in some}) for some in grouped(records, lambda r: r.row).values()})
+    if seeds[-1] == 1:
+        return "One seed; 95% interval over test sequences."
+    number = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    return f"Mean ± deviation over {number} seeds; 95% interval over test sequences and seeds."
+
+
+def _is_best(mean: float, best: float) -> bool:
+    return mean >= 0.005 and round(mean, 4) == round(best, 4)  # not what is shown as 0.00
+
+
+def _cell(records: Sequence[Record], field: str) -> tuple[float, str]:
+    """The mean over seeds of a field, and how it is written."""
+    by_seed = grouped(records, lambda record: record.seed)
+    # Lengths first, then seeds: the deviation is that between runs.
+    mean, deviation = spread(
+        [statistics.fmean(getattr(record.result, field) for record in some) for some in by_seed.values()]
+    )
+    style = ".4g" if mean >= 1e5 else ".3f" if field == "perplexity_per_byte" else ".2f"
+    text = f"{mean:{style}}" + (f" ± {deviation:{style}}" if len(by_seed) > 1 else "")
+    found = interval_of(records, field)
+    return mean, text if found is None else f"{text} [{found[0]:{style}}, {found[1]:{style}}]"
+
+
+def interval_of(records: Sequence[Record], field: str) -> tuple[float, float] | None:
+    """The 95% interval of records of one row: of one place, or of several that are averaged."""
+    places = grouped(records, lambda record: (record.column, record.result.place, record.result.length))
+    return interval(
+        [[record.result for record in sorted(some, key=lambda record: record.seed)] for some in places.values()], field
+    )
+
+
+def _sequences(records: Sequence[Record], heading: Callable[[Record], str]) -> dict[str, str]:
+    """How many test sequences each heading rests on, for each seed."""
+    shown = {}
+    for name, some in grouped(records, heading).items():
+        one = grouped(some, lambda record: (record.row, record.seed)).values()
+        numbers = [record.result.sequences for record in next(iter(one))]
+        shown[name] = "" if None in numbers else f"{sum(number or 0 for number in numbers):,}"
+    return shown
+
+
+def results_table(label: str, results: Sequence[Result], unit: str) -> str:
+    """What one run measured, as Markdown."""
+    records = [Record(label, label, 0, 0, unit, result) for result in results]
+    if len(results[0].titles) > 1:
+        tables = _column_tables(label, records, type(results[0]))
+        return markdown([Table(table.headings, table.rows, table.title, "", table.best) for table in tables])
+    return by_length_table(records).markdown()
+
+
+def by_length_table(records: Sequence[Record]) -> Table:
+    """A row per mechanism and set, a column per length."""
+    lengths = sorted({record.result.length for record in records})
+    field = records[0].result.measure
+    rows = []
+    for (row, place), some in grouped(records, lambda record: (record.row, record.result.place)).items():
+        at = grouped(some, lambda record: record.result.length)
+        rows.append([row, place, *(_cell(at[length], field)[1] if length in at else "" for length in lengths)])
+    counted = _sequences(records, lambda record: f"{record.result.length:,}")
+    sets = len({record.result.place for record in records})
+    headings = [f"{length:,}" for length in lengths]
+    rows.append(["test sequences", "all sets" if sets > 1 else "", *(counted[name] for name in headings)])
+    return Table(["attention", "set", *headings], rows, words=2)
+
+
+def comparison_csv(records: Sequence[Record]) -> str:
+    """A line per column, set, length, mechanism and figure of the measure."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = ("task", "set", "length", "attention", "measure", "seeds", "sequences", "mean", "deviation", "low", "high")
+    writer.writerow(names)
+    for measure, alike in grouped(records, lambda record: type(record.result)).items():
+        for field in measure.titles:
+            for (column, place, length, row), some in grouped(
+                alike, lambda record: (record.column, record.result.place, record.result.length, record.row)
+            ).items():
+                values = [getattr(record.result, field) for record in some]
+                mean, deviation = spread(values)
+                low, high = (f"{bound:.6f}" for bound in bounds) if (bounds := interval_of(some, field)) else ("", "")
+                sequences = some[0].result.sequences
+                shown = f"{deviation:.6f}" if len(values) > 1 else ""
+                head = [column, place, length, row, field, len(values), "" if sequences is None else sequences]
+                writer.writerow([*head, f"{mean:.6f}", shown, low, high])
+    return text.getvalue()
+
+
+def _column_and_set(record: Record) -> str:
+    column, name = record.column, record.result.set
+    return column if name == "all" or column.startswith(name) else f"{column} {name}"
+
+
+def _set_and_length(record: Record) -> str:
+    return f"{record.result.set} {record.result.length:,}"
+
+
+def _window(record: Record) -> str:
+    stride = record.result.stride
+    return f"{record.result.length:,}" + (f" by {stride:,}" if stride else "")
+
+
+def _stands(record: Record, records: Sequence[Record]) -> bool:
+    return record.result.set == "all" or not any(
+        other.result.set == "all" for other in records if other.column == record.column
+    )

@@ -1,0 +1,131 @@
+"""Measuring a model on the named, fixed sets of a task."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tra.lookup import lookup
+from tra.model import Decoder
+from tra.progress import progress, say
+from tra.runs.folder import Run
+from tra.tasks import Batch, Evaluation, Prediction, Result, Task
+
+TOKENS_PER_BATCH = 16_384
+LOGITS_PER_BATCH = 1 << 27
+TOKENS_PER_PIECE = 512
+"""Long sequences are read piece by piece through the cache, so that memory stays linear in the length."""
+SCORES_PER_PIECE = 1 << 20
+"""Of one head, over the batch. Full batches of such sequences have pieces of 64 tokens: mechanisms that hold all scores
+run several times faster while those of a piece fit the processor's cache."""
+
+
+def evaluate(
+    run: Run | Path | str,
+    *,
+    sets: Sequence[str] = (),
+    lengths: Sequence[int] = (),
+    examples: int | None = None,
+    stride: int | None = None,
+    data: Path | str | None = None,
+) -> list[Result]:
+    """Measure a trained run on its recipe's sets, or on others. Nothing is stored.
+
+    Args:
+        run: a run, or its folder.
+        sets: names of evaluation sets; those of the recipe by default.
+        lengths: in the task's unit; those of the recipe by default.
+        examples: sequences of each; as many as the recipe says by default, else as many as the task usually has.
+        stride: of a text: let windows overlap and move on by this many tokens.
+        data: in place of the task's own sets, the copy that its authors published: "hub", or a folder that holds it.
+    """
+    run = run if isinstance(run, Run) else Run(run)
+    recipe, task = run.recipe, run.task
+    if data is not None:
+        names = sets or tuple(dict.fromkeys(entry.name for entry in recipe.evaluations))
+        return measure_published(run.model, task, names, None if data == "hub" else Path(data))
+    return measure_all(run.model, task, chosen(run, sets, lengths, examples, stride), recipe.model.label)
+
+
+def chosen(
+    run: Run, sets: Sequence[str], lengths: Sequence[int], examples: int | None, stride: int | None
+) -> list[Evaluation]:
+    """The recipe's evaluations, or those that are asked for in their place."""
+    usual = run.recipe.evaluations
+    if not (sets or lengths or examples is not None or stride is not None) and usual:
+        return list(usual)
+    names = tuple(sets) or tuple(dict.fromkeys(entry.name for entry in usual))
+    lengths = tuple(lengths) or tuple(dict.fromkeys(entry.length for entry in usual if entry.length >= (stride or 1)))
+    if not names or not lengths:
+        raise ValueError(f"sets and lengths must be given: the recipe of {run.folder} names none")
+    return [
+        Evaluation(name, length, run.task.usual_examples(usual, name, length) if examples is None else examples, stride)
+        for length in lengths
+        for name in names
+    ]
+
+
+def measure_all(model: Decoder, task: Task, evaluations: Sequence[Evaluation], label: str) -> list[Result]:
+    """Measure a model on several sets, with a line for each length as it is done."""
+    for evaluation in evaluations:
+        lookup(task.evaluation_sets(), evaluation.name, "evaluation set")
+        next(task.evaluation_batches(evaluation, 1))  # what must be made for it has a progress of its own
+    results: list[Result] = []
+    told = 0
+    with progress(f"measuring {label}", len(evaluations), "set") as update:
+        for done, evaluation in enumerate(evaluations, 1):
+            results.append(measure(model, task, evaluation))
+            update(done, **{task.measure.measure: results[-1].value})
+            if done == len(evaluations) or evaluations[done].length != evaluation.length:
+                values = "  ".join(f"{result.place} {result.value:.3f}" for result in results[told:])
+                told = done
+                say(f"{label:>6} at {evaluation.length:>6,} {task.unit}:  {values}")
+    return results
+
+
+def measure(model: Decoder, task: Task, evaluation: Evaluation) -> Result:
+    """Measure a model on one named set."""
+    tokens = min(TOKENS_PER_BATCH, LOGITS_PER_BATCH // model.config.vocabulary)
+    batches = task.evaluation_batches(evaluation, max(1, tokens // max(1, evaluation.length)))
+    return task.score(evaluation, predict(model, batches))
+
+
+def measure_published(model: Decoder, task: Task, names: Sequence[str], folder: Path | None) -> list[Result]:
+    """Measure a model on splits of the copy that the task's authors published."""
+    results = []
+    for name in names:
+        whole = task.published(name, folder)
+        length = whole.tokens.shape[1]
+        size = max(1, TOKENS_PER_BATCH // length)
+        batches = (whole[start : start + size] for start in range(0, len(whole), size))
+        results.append(task.score(Evaluation(name, length, len(whole)), predict(model, batches)))
+    return results
+
+
+@torch.inference_mode()
+def predict(model: Decoder, batches: Iterable[Batch]) -> Iterator[Prediction]:
+    """What a model, in evaluation mode, makes of each batch."""
+    device = model.head.weight.device
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            yield _predict(model, batch.to(device))
+    finally:
+        model.train(was_training)
+
+
+def _predict(model: Decoder, batch: Batch) -> Prediction:
+    inputs, targets, counted = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.counted[:, 1:]
+    cache, size = None, TOKENS_PER_PIECE
+    if inputs.shape[1] > TOKENS_PER_PIECE:
+        cache, size = model.new_cache(), min(TOKENS_PER_PIECE, max(64, SCORES_PER_PIECE // inputs.numel()))
+    right, loss = [], []
+    for piece, target in zip(*(x.split(size, dim=1) for x in (inputs, targets)), strict=True):
+        logits = model(piece, cache=cache).float()
+        right.append(logits.argmax(dim=-1) == target)
+        loss.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target))
+    lost = torch.cat(loss, dim=1).masked_fill(~counted, 0.0)
+    # To the CPU, for sums in float64, which some devices have not.
+    return Prediction(torch.cat(right, dim=1).cpu(), lost.cpu(), counted.cpu())

@@ -1,0 +1,269 @@
+"""A run's folder: what its files are called, what they hold, and who may write them."""
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from tra import plugins
+from tra.environment import best_device, environment, environment_of_run
+from tra.errors import RunError
+from tra.files import remove_partial, write_json, write_text
+from tra.model import Decoder
+from tra.recipes import Recipe
+from tra.runs.checkpoint import Checkpoints
+from tra.tasks import ReadsText, Result, Task
+
+RECIPE = "recipe.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SPEED = "speed.jsonl"
+CHECKPOINTS = "checkpoints"
+RESULTS = "results.json"
+TOKENIZER = "tokenizer.json"
+FAILURE = "failure.txt"
+INSPECTION = "inspection"
+LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured, with the weights of which step, of which version of the task, where."""
+
+    step: int
+    task_version: int
+    environment: dict[str, Any]
+    results: list[Result]
+
+
+class Run:
+    """One run on disk: `recipe.json`, `environment.json`, `metrics.jsonl`, `speed.jsonl`, `checkpoints/`,
+    `results.json`, and `tokenizer.json` of a run on text.
+
+    Nothing is read before it is asked for.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.checkpoints = Checkpoints(self.folder / CHECKPOINTS)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.folder / RECIPE).exists()
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe as it was trained."""
+        stored = self.folder / RECIPE
+        if not stored.exists():
+            raise ValueError(f"run must be a folder that holds {RECIPE}, got {self.folder}")
+        try:
+            return Recipe.from_json(stored.read_text(encoding="utf-8"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{stored} is not a recipe that this version can read: {error}") from error
+
+    @cached_property
+    def task(self) -> Task:
+        """What it was trained on, with the tokenizer that the run has stored."""
+        task = self.recipe.build_task()
+        if isinstance(task, ReadsText) and (self.folder / TOKENIZER).exists():
+            return task.with_tokenizer(self.folder)
+        return task
+
+    @cached_property
+    def model(self) -> Decoder:
+        """The model of the newest intact checkpoint, on the accelerator if there is one, in evaluation mode."""
+        found = self.checkpoints.latest()
+        if found is None:
+            raise RunError(f"run {self.folder} has no intact checkpoint yet")
+        model = Decoder(self.recipe.model)
+        model.load_state_dict(found.tensors("model"))
+        self.step = found.step
+        return model.to(best_device()).eval()
+
+    @cached_property
+    def step(self) -> int:
+        """The step of the model."""
+        found = self.checkpoints.latest()
+        return 0 if found is None else found.step
+
+    @property
+    def results(self) -> list[Result]:
+        """What was measured last, nothing if nothing was."""
+        found = self.measured()
+        return [] if found is None else found.results
+
+    @property
+    def inspection(self) -> Path:
+        """Where pictures of its attention go."""
+        return self.folder / INSPECTION
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the folder against other processes."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"folder must be a folder, but {self.folder} is a file")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RunError(f"another process is training in {self.folder}") from None
+        try:
+            remove_partial(self.folder)
+            yield
+        finally:
+            lock.release()
+
+    def record(self, recipe: Recipe, task: Task) -> None:
+        """Store the recipe, and the tokenizer of a text, or check that they are those stored."""
+        if self.exists:
+            self.check_recipe(recipe)
+        if isinstance(task, ReadsText):
+            tokenizer, kept = task.tokenizer_json(), self.folder / TOKENIZER
+            if not kept.exists():
+                write_text(kept, tokenizer)
+            elif kept.read_text(encoding="utf-8") != tokenizer:
+                raise ValueError(
+                    f"text must be that on which the run in {self.folder} began: it gives another tokenizer now"
+                )
+        if not self.exists:
+            write_text(self.folder / RECIPE, recipe.to_json())
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise a ValueError that names what differs unless this is the recipe of the run."""
+        differ = self.recipe.differences(recipe)
+        if differ:
+            shown = ", ".join(f"{name} ({stored!r}, now {given!r})" for name, (stored, given) in differ.items())
+            raise ValueError(f"folder {self.folder} holds a run of another recipe, with other values of {shown}")
+
+    def record_environment(self, step: int) -> None:
+        """Add to `environment.json`, which has an entry for each time that the run began or went on."""
+        path = self.folder / ENVIRONMENT
+        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        needed = plugins.versions(self.recipe.plugins)
+        write_json(path, [*earlier, {"from_step": step, **environment_of_run(needed)}])
+
+    @contextmanager
+    def logs(self, first: int, active: bool = True) -> Iterator[tuple["Log", "Log"]]:
+        """The logs of metrics and speed, for a run that goes on after step ``first``; inactive ones write nothing."""
+        describe_last = self.checkpoints.describe_last
+        with (
+            Log(self.folder / METRICS, first, active, describe_last) as metrics,
+            Log(self.folder / SPEED, first, active, describe_last) as speed,
+        ):
+            yield metrics, speed
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was logged: a dict for each line, with the step, loss, norm of the gradient and learning rate."""
+        return [json.loads(line) for line in _whole_lines(self.folder / METRICS)]
+
+    def steps_done(self) -> int:
+        """Steps that have been logged so far."""
+        try:
+            last = self.metrics()[-1:]
+            return int(last[0]["step"]) if last else 0
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def store_results(self, step: int, task: Task, results: Sequence[Result]) -> None:
+        """Write `results.json`."""
+        content = {
+            "step": step,
+            "steps": self.recipe.steps,
+            "task": self.recipe.task,
+            "task_version": task.version,
+            "measure": task.measure.measure,
+            "environment": environment(),
+            "results": [result.to_dict() for result in results],
+        }
+        write_json(self.folder / RESULTS, content)
+
+    def measured(self) -> Measured | None:
+        """What was measured last; None if nothing was, or cannot be read."""
+        try:
+            stored = json.loads((self.folder / RESULTS).read_text(encoding="utf-8"))
+            results = [self.task.measure.from_dict(entry) for entry in stored["results"]]
+            return Measured(stored["step"], stored["task_version"], stored["environment"], results)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def finished(self, recipe: Recipe) -> list[Result] | None:
+        """What this recipe's run measured at its end, None if that has not come."""
+        found = self.measured()
+        if found is None or (found.step, found.task_version) != (recipe.steps, self.task.version):
+            return None
+        return found.results if self.recipe == recipe else None
+
+    def failure(self) -> str | None:
+        """Why the last attempt failed, if it did."""
+        reason = self.folder / FAILURE
+        return reason.read_text(encoding="utf-8").strip() if reason.exists() else None
+
+    def record_failure(self, reason: str | None) -> None:
+        """Write down why the run failed, or that it did not."""
+        if reason is None:
+            (self.folder / FAILURE).unlink(missing_ok=True)
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / FAILURE, reason + "\n")
+
+
+def load_run(folder: Path | str) -> Run:
+    """The run in a folder: its ``recipe``, ``task``, ``model``, ``results`` and ``metrics()``.
+
+    Raises a ValueError unless the folder holds one that this version can read.
+    """
+    run = Run(folder)
+    _ = run.recipe
+    return run
+
+
+class Log:
+    """JSON lines. Lines after the step that a run resumes from are taken out: it will write them again."""
+
+    def __init__(self, path: Path, first: int, active: bool, describe_last: Any) -> None:
+        self.path, self.active, self.describe_last = path, active, describe_last
+        if active:
+            kept = "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= first)
+            if not path.exists() or path.read_text(encoding="utf-8") != kept:
+                write_text(path, kept)
+            # Unbuffered: after a failed write nothing is left that closing would try to write again.
+            self.file = open(path, "ab", buffering=0)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        if not self.active:
+            return
+        try:
+            line = json.dumps(entry).encode() + b"\n"
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RunError(
+                f"could not write step {entry['step']} to {self.path}: {error}; {self.describe_last()}"
+            ) from error
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.active:
+            self.file.close()
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n")]

@@ -1,0 +1,252 @@
+"""Training a recipe: every step is a function of the recipe and the step's number, so a killed run resumes exactly."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor
+
+from tra.errors import Interrupted, RunError
+from tra.model import Decoder
+from tra.progress import hidden, progress, say
+from tra.recipes import Recipe
+from tra.runs import checkpoint
+from tra.runs.batches import training_batches
+from tra.runs.distributed import make_accelerator
+from tra.runs.evaluation import measure_all
+from tra.runs.folder import Run
+from tra.tasks import Batch, Task
+from tra.tasks.base import seed_of
+
+
+def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> Run:
+    """Train a recipe in a run folder, measure it on its evaluations, and store what was found.
+
+    A run that was interrupted goes on from its last checkpoint, and one that is finished is not touched. Under
+    ``torchrun`` or ``accelerate launch`` every process calls this; the first measures and stores.
+
+    Args:
+        recipe: what to train.
+        folder: the run's folder; see :class:`~tra.runs.Run` for what it will hold.
+        track: trackers that accelerate knows, "tensorboard" say, which are told the metrics too.
+
+    Returns:
+        The run, with its ``model`` and ``results``.
+
+    Example:
+        >>> from tra.recipes import build_recipe
+        >>> recipe = build_recipe("flip-flop-small").changed({"steps": 2, "evaluations": ()})
+        >>> folder = getfixture("tmp_path")
+        >>> train(recipe, folder).steps_done()
+        2
+    """
+    run, task = Run(folder), recipe.build_task()
+    accelerator = make_accelerator(recipe, run.folder, track)
+    if recipe.batch % (accelerator.num_processes * recipe.accumulate):
+        raise ValueError(
+            f"batch must be a multiple of processes x accumulate = "
+            f"{accelerator.num_processes} x {recipe.accumulate}, got {recipe.batch}"
+        )
+    first = accelerator.is_main_process
+    with nullcontext() if first else hidden():
+        task.prepare(recipe.model.vocabulary, recipe.length, recipe.evaluations)
+        with run.claimed() if first else nullcontext():
+            trainer = _Trainer(recipe, task, run, accelerator)
+            if first:
+                run.record(recipe, task)
+            model = trainer.train(track)
+            if first and run.finished(recipe) is None:
+                results = measure_all(model, task, recipe.evaluations, recipe.model.label)
+                run.store_results(recipe.steps, task, results)
+    # Known already; nothing need be loaded.
+    run.recipe, run.task, run.model, run.step = recipe, task, model.eval(), recipe.steps
+    return run
+
+
+class _Trainer:
+    def __init__(self, recipe: Recipe, task: Task, run: Run, accelerator: Accelerator) -> None:
+        self.recipe, self.run, self.accelerator = recipe, run, accelerator
+        torch.manual_seed(seed_of("weights", recipe.seed))
+        self.model = Decoder(recipe.model)
+        self.model.checkpoint_blocks = recipe.gradient_checkpointing
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=recipe.learning_rate,
+            betas=(0.9, recipe.beta2),
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
+        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.batch_of_step = training_batches(recipe, task)
+        self.saved = 0
+
+    def train(self, track: Sequence[str]) -> Decoder:
+        recipe, accelerator = self.recipe, self.accelerator
+        first = self._resume()
+        if first < recipe.steps:
+            self._go_on(first, track)
+        if accelerator.is_fsdp2:  # this process holds a share of the model only
+            last = self.run.checkpoints.latest()
+            assert last is not None
+            whole = Decoder(recipe.model)
+            whole.load_state_dict(last.tensors("model"))
+            return whole.to(accelerator.device)
+        # Without the autocast that mixed precision wraps around forward: what is returned is what is saved.
+        return accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+
+    def _go_on(self, first: int, track: Sequence[str]) -> None:
+        recipe, accelerator, writes = self.recipe, self.accelerator, self.accelerator.is_main_process
+        if writes:
+            self.run.record_environment(first)
+        if track:
+            accelerator.init_trackers("tra", config=_flat(asdict(recipe)))
+        self.wrapped.train()
+        with (
+            _stop_requested() as stop_requested,
+            self.run.logs(first, writes) as (metrics, speed),
+            progress(f"{recipe.name} ({recipe.model.label})", recipe.steps, "step", first) as update,
+        ):
+            started, since = time.monotonic(), first
+            for step in range(first, recipe.steps):
+                mine = self._part_of(self.batch_of_step(step))
+                # Every process must stop at the same step, so the wish to stop travels with the count.
+                here = torch.tensor([mine.counted[:, 1:].sum(), stop_requested()], device=accelerator.device)
+                counted, stops = accelerator.reduce(here, "sum").tolist()
+                if stops:
+                    self._save(step)
+                    raise Interrupted(
+                        f"stopped after {step} of {recipe.steps} steps"
+                        + (" and saved a checkpoint" if step > 0 else ", before the first was done")
+                    )
+                loss, norm = self._step(step, mine, counted)
+                done = step + 1
+                if done % recipe.log_every == 0 or done == recipe.steps:
+                    rate = self.optimizer.param_groups[0]["lr"]
+                    entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": rate}
+                    metrics.write(entry)
+                    now = time.monotonic()
+                    tokens = (done - since) * recipe.batch * mine.tokens.shape[1]
+                    speed.write({"step": done, "tokens_per_second": tokens / max(now - started, 1e-9)})
+                    started, since = now, done
+                    accelerator.log(entry, step=done)
+                update(done, loss=loss)
+                if done % recipe.checkpoint_every == 0 or done == recipe.steps:
+                    self._save(done)
+        accelerator.end_training()
+
+    def _step(self, step: int, mine: Batch, counted: int) -> tuple[float, float]:
+        """One update; returns the loss over the whole batch and the norm of its gradient."""
+        recipe, accelerator = self.recipe, self.accelerator
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate(step)
+        # Dropout depends on the step alone, not on what was drawn before it: nothing to save, nothing to restore.
+        torch.manual_seed(seed_of("dropout", recipe.seed, step, accelerator.process_index))
+        total = torch.zeros((), device=accelerator.device)
+        rows = len(mine) // recipe.accumulate
+        for piece in range(recipe.accumulate):
+            last = piece == recipe.accumulate - 1
+            with nullcontext() if last else accelerator.no_sync(self.wrapped):
+                with accelerator.autocast():
+                    summed = summed_loss(self.wrapped, mine[piece * rows : (piece + 1) * rows])
+                # Processes average their gradients; divided so, the average is that of one process with the batch.
+                accelerator.backward(summed * (accelerator.num_processes / counted))
+            total += summed.detach()
+        loss = accelerator.reduce(total, "sum").item() / counted
+        norm = float(accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip))
+        for name, number in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(number):
+                raise RunError(
+                    f"the {name} is {number} at step {step + 1}; {self.run.checkpoints.describe_last()}. "
+                    f"A lower learning rate (now {self._rate(step):.3g}) may help"
+                )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def _rate(self, step: int) -> float:
+        return self.recipe.learning_rate * schedule(step, self.recipe.steps, self.recipe.warmup)
+
+    def _part_of(self, batch: Batch) -> Batch:
+        size = len(batch) // self.accelerator.num_processes
+        first = self.accelerator.process_index * size
+        return batch[first : first + size].to(self.accelerator.device)
+
+    def _resume(self) -> int:
+        checkpoints = self.run.checkpoints
+        if self.accelerator.is_main_process:
+            checkpoints.remove_partial()
+        self.accelerator.wait_for_everyone()
+        found = checkpoints.latest()
+        if found is None:
+            return 0
+        checkpoint.restore(found, self.model, self.optimizer.optimizer)
+        say(f"going on from {found.path}")
+        self.saved = found.step
+        return found.step
+
+    def _save(self, step: int) -> None:
+        if step > self.saved:
+            parts = checkpoint.gathered(self.model, self.optimizer.optimizer)
+            if self.accelerator.is_main_process:
+                self.run.checkpoints.save(step, parts, self.recipe.keep_checkpoints)
+        self.saved = step
+        self.accelerator.wait_for_everyone()
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Factor on the learning rate: linear up over the first share of the steps, then a cosine towards 0."""
+    rising = warmup * steps
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
+
+
+def summed_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy summed over the tokens that count."""
+    logits, targets, counted = model(batch.tokens[:, :-1]), batch.tokens[:, 1:], batch.counted[:, 1:]
+    every = bool(counted.all())  # text, whose logits are too large to be copied for nothing
+    logits, targets = (x.flatten(0, 1) if every else x[counted] for x in (logits, targets))
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def _flat(nested: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """A recipe as trackers want it: names with dots, and what is neither number nor text written out."""
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{before}{name}.")
+        else:
+            flat[before + name] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return flat
+
+
+@contextmanager
+def _stop_requested() -> Iterator[Callable[[], bool]]:
+    """Turn Ctrl-C and SIGTERM into a wish that the loop honours between steps."""
+    requested = False
+    previous: dict[int, Any] = {}
+
+    def request(number: int, _: object) -> None:
+        nonlocal requested
+        requested = True
+        signal.signal(number, previous[number])  # a second Ctrl-C does not wait for a step that hangs
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: requested
+        return
+    for wanted in (signal.SIGINT, signal.SIGTERM):
+        previous[wanted] = signal.signal(wanted, request)
+    try:
+        yield lambda: requested
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
