@@ -3,6 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from tra import MECHANISMS, Decoder, DecoderConfig, sized
+from tra.attention import Context
 
 
 def small(attention: str = "tra", dtype: torch.dtype = torch.float64, **changes: object) -> Decoder:
@@ -70,7 +71,7 @@ def test_residual_is_added_to_the_normalised_stream_or_to_the_stream() -> None:
         value, gate = block.mlp.expand(norm(middle)).chunk(2, dim=-1)
         end = norm(middle) if residual == "normalised" else middle
         expected = end + block.mlp.contract(value * gate * torch.sigmoid(gate))
-        assert_close(block(x, None, None, None), expected)
+        assert_close(block(x, Context()), expected)
 
 
 @pytest.mark.parametrize("attention", sorted(MECHANISMS))
@@ -159,7 +160,7 @@ def test_attention_weights_under_masks_are_those_of_the_forward_pass() -> None:
     key_mask = torch.arange(9).expand(2, 9) >= torch.tensor([[0], [3]])
     weights = model.attention_weights(tokens, key_mask=key_mask)
     normed = model.blocks[0].attention_norm(model.embedding(tokens))
-    assert torch.equal(weights[0], model.blocks[0].attention.weights(normed, key_mask=key_mask))
+    assert torch.equal(weights[0], model.blocks[0].attention.weights(normed, Context(key_mask=key_mask)))
     assert (weights[1][1, ..., :3] == 0).all()
     segment_ids = torch.tensor([[0] * 4 + [1] * 5] * 2)
     apart = model.attention_weights(tokens, segment_ids=segment_ids)
@@ -174,7 +175,7 @@ def test_hidden_from_embedded_tokens_and_what_each_block_reads() -> None:
     hidden = model.hidden_from(model.embedding(tokens), streams=streams)
     assert torch.equal(hidden, model.hidden(tokens))
     assert torch.equal(streams[0], model.embedding(tokens))
-    assert torch.equal(streams[1], model.blocks[0](streams[0], None, None, None))
+    assert torch.equal(streams[1], model.blocks[0](streams[0], Context()))
     assert len(streams) == 2
 
 

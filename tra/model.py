@@ -1,5 +1,6 @@
 """The decoder of the paper: embedding, blocks of attention and SwiGLU, norm, output head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -8,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tra.attention import MECHANISMS, Cache
+from tra.attention import MECHANISMS, Cache, Context
+from tra.attention.base import check_stream
 from tra.lookup import lookup
 
 
@@ -69,28 +71,32 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention, then MLP, each behind a norm."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         mechanism = lookup(MECHANISMS, config.attention, "attention")
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = mechanism(
-            config.width, config.heads, config.kv_heads, dropout=config.dropout, qk_norm=config.qk_norm
+            config.width, config.heads, config.kv_heads, layer=layer, dropout=config.dropout, qk_norm=config.qk_norm
         )
         self.mlp_norm = nn.RMSNorm(config.width)
         self.mlp = MLP(config.width, config.dropout)
         self.adds_to_normalised = config.residual == "normalised"
 
-    def forward(self, x: Tensor, cache: Cache | None, key_mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         normed = self.attention_norm(x)
         x = normed if self.adds_to_normalised else x
-        x = x + self.attention(normed, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        x = x + self.attention(normed, context)
         normed = self.mlp_norm(x)
         x = normed if self.adds_to_normalised else x
         return x + self.mlp(normed)
 
-    def weights(self, x: Tensor, key_mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+    def weights(self, x: Tensor, context: Context) -> Tensor:
         """The attention matrix ``[B, heads, L, L]`` that x meets."""
-        return self.attention.weights(self.attention_norm(x), key_mask=key_mask, segment_ids=segment_ids)
+        return self.attention.weights(self.attention_norm(x), context)
+
+    def gates(self, x: Tensor) -> Tensor | None:
+        """The gates ``[B, heads, L]`` that x opens, None if the mechanism has none."""
+        return self.attention.gates(self.attention_norm(x))
 
 
 class Decoder(nn.Module):
@@ -107,7 +113,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         initialise(self.embedding)
@@ -123,7 +129,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         *,
-        cache: list[Cache] | None = None,
+        cache: Sequence[Cache] | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
@@ -137,49 +143,75 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         *,
-        cache: list[Cache] | None = None,
+        cache: Sequence[Cache] | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Tensor:
         """The normalised stream ``[B, L, width]`` that the output head reads."""
-        return self.hidden_from(self.embedding(tokens), cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        return self.hidden_from(self.embedded(tokens), cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The embedding ``[B, L, width]`` of ``tokens [B, L]``."""
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+            kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ValueError(f"tokens must be an int32 or int64 tensor [B, L], got {kind}")
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must have the shape [B, L], got {list(tokens.shape)}")
+        return self.embedding(tokens)
 
     def hidden_from(
         self,
         embedded: Tensor,
         *,
-        cache: list[Cache] | None = None,
+        cache: Sequence[Cache] | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         streams: list[Tensor] | None = None,
     ) -> Tensor:
         """As ``hidden``, from embedded tokens ``[B, L, width]``. What each block reads is added to ``streams``."""
+        context, caches = self._context(embedded, cache, key_mask, segment_ids)
         x = self.dropout(embedded)
         again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
-        caches = [None] * len(self.blocks) if cache is None else cache
         for block, layer_cache in zip(self.blocks, caches, strict=True):
             if streams is not None:
                 streams.append(x)
-            if again:
-                x = checkpoint(block, x, layer_cache, key_mask, segment_ids, use_reentrant=False)
-            else:
-                x = block(x, layer_cache, key_mask, segment_ids)
+            own = context._replace(cache=layer_cache)
+            x = checkpoint(block, x, own, use_reentrant=False) if again else block(x, own)
         return self.norm(x)
 
     def attention_weights(
         self, tokens: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None
     ) -> list[Tensor]:
-        """The attention matrix ``[B, heads, L, L]`` of each layer, exactly 0 where a key has no part."""
+        """The attention matrix ``[B, heads, L, L]`` of each layer, exactly 0 where a key has no part.
+
+        In training mode, what the blocks read has met the dropout of those before; the weights themselves meet none.
+        """
         streams: list[Tensor] = []
-        self.hidden_from(self.embedding(tokens), key_mask=key_mask, segment_ids=segment_ids, streams=streams)
+        self.hidden_from(self.embedded(tokens), key_mask=key_mask, segment_ids=segment_ids, streams=streams)
         return self.attention_weights_from(streams, key_mask=key_mask, segment_ids=segment_ids)
 
     def attention_weights_from(
-        self, streams: list[Tensor], *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None
+        self, streams: Sequence[Tensor], *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None
     ) -> list[Tensor]:
         """As ``attention_weights``, from what each block reads."""
+        if len(streams) != len(self.blocks):
+            raise ValueError(f"streams must be one for each of the {len(self.blocks)} blocks, got {len(streams)}")
+        context, _ = self._context(streams[0], None, key_mask, segment_ids)
         pairs = zip(self.blocks, streams, strict=True)
-        return [block.weights(x, key_mask, segment_ids) for block, x in pairs]  # type: ignore[operator]
+        return [block.weights(x, context) for block, x in pairs]  # type: ignore[operator]
+
+    def _context(
+        self, embedded: Tensor, cache: Sequence[Cache] | None, key_mask: Tensor | None, segment_ids: Tensor | None
+    ) -> tuple[Context, Sequence[Cache | None]]:
+        """The context of a call, known to fit it, and the cache of each layer."""
+        check_stream("embedded", embedded, self.config.width)
+        caches: Sequence[Cache | None] = [None] * len(self.blocks) if cache is None else cache
+        lengths = [0 if layer is None else len(layer) for layer in caches]
+        if len(caches) != len(self.blocks):
+            raise ValueError(f"cache must have one Cache for each of the {len(self.blocks)} layers, got {len(caches)}")
+        if len(set(lengths)) > 1:
+            raise ValueError(f"cache must hold as many tokens in every layer, got {lengths}")
+        return Context(caches[0], key_mask, segment_ids).fitting(embedded), caches
 
 
 def initialise(module: nn.Embedding | nn.Linear) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tra.attention import MECHANISMS, Attention, Cache
+from tra.attention import MECHANISMS, Attention, Cache, Context
 
 WIDTH, HEADS, LENGTH = 32, 4, 19
 
@@ -48,7 +48,7 @@ def test_cache_changes_nothing(mechanism: type[Attention], kv_heads: int | None,
     for pieces in ([19], [1] * 19, [7, 1, 1, 10], [18, 1]):
         cache, parts = Cache(), []
         for piece in x.split(pieces, dim=1):
-            parts.append(attention(piece, cache=cache))
+            parts.append(attention(piece, Context(cache)))
         assert_close(torch.cat(parts, dim=1), full)
         assert len(cache) == LENGTH
 
@@ -68,7 +68,7 @@ def test_padding_changes_nothing(mechanism: type[Attention], left: int, right: i
     padded = torch.cat([inputs(length=left, seed=1), x, inputs(length=right, seed=2)], dim=1)
     mask = torch.zeros(2, padded.shape[1], dtype=torch.bool)
     mask[:, left : left + LENGTH] = True
-    out = attention(padded, key_mask=mask)
+    out = attention(padded, Context(key_mask=mask))
     assert_close(out[:, left : left + LENGTH], attention(x))
     assert out.isfinite().all()
 
@@ -82,7 +82,7 @@ def test_padding_changes_nothing_with_a_cache(mechanism: type[Attention]) -> Non
     cache, parts, seen = Cache(), [], 0
     for piece in padded.split([9, 1, 1, 14], dim=1):
         seen += piece.shape[1]
-        parts.append(attention(piece, cache=cache, key_mask=mask[:, :seen]))
+        parts.append(attention(piece, Context(cache, mask[:, :seen])))
     assert_close(torch.cat(parts, dim=1)[:, 6:], attention(x))
 
 
@@ -91,7 +91,7 @@ def test_packed_documents_do_not_see_each_other(mechanism: type[Attention]) -> N
     attention = build(mechanism)
     first, second = inputs(length=8, seed=1), inputs(length=11, seed=2)
     segment_ids = torch.tensor([[0] * 8 + [1] * 11] * 2)
-    packed = attention(torch.cat([first, second], dim=1), segment_ids=segment_ids)
+    packed = attention(torch.cat([first, second], dim=1), Context(segment_ids=segment_ids))
     assert_close(packed[:, :8], attention(first))
     assert_close(packed[:, 8:], attention(second))
 
@@ -112,7 +112,7 @@ def test_weights_see_grouped_heads_and_masks(mechanism: type[Attention]) -> None
     attention, x = build(mechanism, kv_heads=2), inputs()
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[:, 3] = False
-    weights = attention.weights(x, key_mask=mask)
+    weights = attention.weights(x, Context(key_mask=mask))
     assert weights.shape == (2, HEADS, LENGTH, LENGTH)
     assert (weights[..., 3] == 0).all()
 
@@ -121,7 +121,7 @@ def test_every_parameter_gets_a_finite_gradient_beside_padding(mechanism: type[A
     attention, x = build(mechanism).train(), inputs()
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[0, :4] = False
-    attention(x, key_mask=mask).square().sum().backward()
+    attention(x, Context(key_mask=mask)).square().sum().backward()
     for name, parameter in attention.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
@@ -171,7 +171,7 @@ def test_wrong_argument_is_named(mechanism: type[Attention], options: dict[str, 
 def test_wrong_mask_is_named_and_leaves_the_cache_as_it_was(mechanism: type[Attention]) -> None:
     attention, cache = build(mechanism), Cache()
     with torch.no_grad():
-        attention(inputs(), cache=cache)
+        attention(inputs(), Context(cache))
         new = inputs(length=1, seed=1)
         for wrong, message in (
             ({"key_mask": torch.ones(2, 1, dtype=torch.bool)}, r"key_mask must have the shape \[B, Lk\] = \[2, 20\]"),
@@ -180,17 +180,17 @@ def test_wrong_mask_is_named_and_leaves_the_cache_as_it_was(mechanism: type[Atte
             ({"segment_ids": torch.ones(2, 20)}, "segment_ids must be int32 or int64"),
         ):
             with pytest.raises(ValueError, match=message):
-                attention(new, cache=cache, **wrong)
+                attention(new, Context(cache, **wrong))
         assert len(cache) == LENGTH
         full = attention(torch.cat([inputs(), new], dim=1))
-        assert_close(attention(new, cache=cache), full[:, -1:])
+        assert_close(attention(new, Context(cache)), full[:, -1:])
 
 
 def test_cache_refuses_gradients_and_another_batch(mechanism: type[Attention]) -> None:
     attention, cache = build(mechanism), Cache()
     with pytest.raises(ValueError, match="cache is for inference"):
-        attention(inputs(), cache=cache)
+        attention(inputs(), Context(cache))
     with torch.no_grad():
-        attention(inputs(), cache=cache)
+        attention(inputs(), Context(cache))
         with pytest.raises(ValueError, match="cache holds a batch of 2, got new tokens for a batch of 3"):
-            attention(inputs(batch=3), cache=cache)
+            attention(inputs(batch=3), Context(cache))

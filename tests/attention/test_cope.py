@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from tra.attention import Context
 from tra.attention.cope import ContextualPositionAttention
 
 LAST = 4
@@ -54,7 +55,7 @@ def test_padding_amid_the_tokens_is_not_counted() -> None:
     attention, x = build(), torch.randn(16, 8, dtype=torch.float64)
     mask = torch.ones(16, dtype=torch.bool)
     mask[[0, 5, 6, 12]] = False
-    assert_close(attention(x[None], key_mask=mask[None])[0, mask], published(attention, x[mask])[0])
+    assert_close(attention(x[None], Context(key_mask=mask[None]))[0, mask], published(attention, x[mask])[0])
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def softmax(logits: list[float]) -> list[float]:
 
 def build(**options: object) -> DifferentialAttention:
     """Far from its start: there the vectors of lambda are small, and the scale of the norm is 1."""
-    module = DifferentialAttention(WIDTH, HEADS, **options).double().eval()
+    module = DifferentialAttention(WIDTH, HEADS, **{"lambda_start": 0.8, **options}).double().eval()
     module.lambdas.data = 0.5 * torch.randn(2, 2, HALF, dtype=torch.float64)
     module.norm.weight.data = torch.randn(HEAD, dtype=torch.float64)
     return module
@@ -100,7 +100,7 @@ def test_starts_as_the_authors_do() -> None:
 
 
 def test_wrong_argument_is_named() -> None:
-    with pytest.raises(ValueError, match=r"width // heads must be a multiple of 4 for two rotary halves, got 6"):
+    with pytest.raises(ValueError, match=r"width // heads must be a multiple of 4 for RoPE, got 6"):
         DifferentialAttention(24, 4)
     with pytest.raises(ValueError, match=r"lambda_start must be in \[0, 1\), got 1.0"):
         DifferentialAttention(WIDTH, HEADS, lambda_start=1.0)

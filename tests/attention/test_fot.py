@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from tra.attention import Context
 from tra.attention.alibi import LinearBiasAttention
-from tra.attention.base import Context
 from tra.attention.fot import ForgettingAttention
 
 
@@ -40,7 +40,7 @@ def test_padding_amid_the_tokens_forgets_nothing() -> None:
     x = torch.randn(13, 8, dtype=torch.float64)
     mask = torch.ones(13, dtype=torch.bool)
     mask[[0, 4, 5, 10]] = False
-    assert_close(attention(x[None], key_mask=mask[None])[0, mask], published(attention, x[mask]))
+    assert_close(attention(x[None], Context(key_mask=mask[None]))[0, mask], published(attention, x[mask]))
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from transformers import SmolLM3Config
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 
+from tra.attention import Context
 from tra.attention.nope import UnpositionedAttention
 
 
@@ -39,7 +40,7 @@ def test_padding_amid_the_tokens_is_as_if_it_were_not_there() -> None:
     x = torch.randn(11, 16, dtype=torch.float64)
     mask = torch.ones(11, dtype=torch.bool)
     mask[[0, 4, 5, 9]] = False
-    assert_close(attention(x[None], key_mask=mask[None])[0, mask], published(attention, x[mask]))
+    assert_close(attention(x[None], Context(key_mask=mask[None]))[0, mask], published(attention, x[mask]))
 
 
 @torch.no_grad()

@@ -7,12 +7,12 @@ from torch.testing import assert_close
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
-from tra.attention.rope import RotaryAttention, rotate, rotation
+from tra.attention.rope import RotaryAttention, frequencies, rotate, rotation
 
 
 def test_rotation_is_multiplication_by_a_complex_phase() -> None:
     x = torch.randn(3, 11, 8, dtype=torch.float64)
-    turned = rotate(x, *rotation(5, 16, 8, 500_000.0))
+    turned = rotate(x, *rotation(5, 16, frequencies(8, 500_000.0)))
     for position in range(11):
         for pair in range(4):
             phase = torch.polar(
@@ -49,7 +49,7 @@ def test_output_equals_softmax_over_rotated_scores() -> None:
 
 
 def test_angles_stay_exact_at_far_positions() -> None:
-    cosine, sine = rotation(10**7, 10**7 + 1, 2, 500_000.0)
+    cosine, sine = rotation(10**7, 10**7 + 1, frequencies(2, 500_000.0))
     assert cosine.item() == math.cos(10**7)
     assert sine.item() == math.sin(10**7)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tra.attention import Cache
+from tra.attention import Cache, Context
 from tra.attention.selective import SelectiveAttention
 
 WIDTH, HEADS, LENGTH = 32, 4, 15
@@ -70,11 +70,11 @@ def test_packed_documents_equal_loops_that_spare_the_first_token_of_each() -> No
             for j, term in terms.items():
                 weights[h, i, j] = term / sum(terms.values())
     segment_ids = torch.tensor([documents])
-    assert_close(module.weights(x[None], segment_ids=segment_ids)[0], weights)
-    assert_close(module(x[None], segment_ids=segment_ids)[0], output(module, x, weights))
+    assert_close(module.weights(x[None], Context(segment_ids=segment_ids))[0], weights)
+    assert_close(module(x[None], Context(segment_ids=segment_ids))[0], output(module, x, weights))
     cache = Cache()
     pieces = [
-        module(x[None, start:stop], cache=cache, segment_ids=segment_ids[:, :stop])
+        module(x[None, start:stop], Context(cache, segment_ids=segment_ids[:, :stop]))
         for start, stop in ((0, 4), (4, 9), (9, 10), (10, 15))
     ]
     assert_close(torch.cat(pieces, dim=1)[0], output(module, x, weights))
@@ -86,6 +86,6 @@ def test_padding_masks_nothing() -> None:
     x = torch.randn(1, LENGTH, WIDTH, dtype=torch.float64)
     key_mask = torch.ones(1, LENGTH, dtype=torch.bool)
     key_mask[:, 6] = False
-    before = module(x, key_mask=key_mask)
+    before = module(x, Context(key_mask=key_mask))
     x[:, 6] = torch.randn(WIDTH, dtype=torch.float64)
-    assert_close(module(x, key_mask=key_mask)[key_mask], before[key_mask])
+    assert_close(module(x, Context(key_mask=key_mask))[key_mask], before[key_mask])

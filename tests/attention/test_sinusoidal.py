@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers.models.ctrl.modeling_ctrl import positional_encoding
 
+from tra.attention import Context
 from tra.attention.sinusoidal import SinusoidalAttention, sinusoids
 
 
@@ -59,7 +60,7 @@ def test_positions_restart_in_packed_documents_and_skip_padding() -> None:
     documents = torch.tensor([0] * 6 + [1] * 8)
     mask = torch.ones(14, dtype=torch.bool)
     mask[[0, 3, 8, 9, 13]] = False
-    out = attention(x[None], key_mask=mask[None], segment_ids=documents[None])[0]
+    out = attention(x[None], Context(key_mask=mask[None], segment_ids=documents[None]))[0]
     for document in (0, 1):
         kept = mask & (documents == document)
         assert_close(out[kept], published(attention, x[kept]))

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from tests.ops.oracle import loop_attention
 from tra import ThresholdRelativeAttention
-from tra.attention.base import Context
+from tra.attention import Context
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -68,4 +68,4 @@ def test_threshold_decides_who_is_kept() -> None:
 
 def test_an_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match="impl must be one of"):
-        ThresholdRelativeAttention(8, 2, impl="fast")(torch.randn(1, 3, 8))
+        ThresholdRelativeAttention(8, 2, impl="fast")

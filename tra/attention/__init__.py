@@ -2,7 +2,7 @@
 
 from tra.attention.ablations import DistanceOnlyAttention, OrdinaryDistanceAttention, ThresholdOnlyAttention
 from tra.attention.alibi import LinearBiasAttention
-from tra.attention.base import Attention
+from tra.attention.base import Attention, Context
 from tra.attention.cache import Cache
 from tra.attention.cope import ContextualPositionAttention
 from tra.attention.differential import DifferentialAttention
@@ -32,4 +32,11 @@ MECHANISMS: dict[str, type[Attention]] = {
     "tra-ordinary-distance": OrdinaryDistanceAttention,
 }
 
-__all__ = ["MECHANISMS", "Attention", "Cache", "RotaryAttention", "ThresholdRelativeAttention"]
+__all__ = [
+    "MECHANISMS",
+    "Attention",
+    "Cache",
+    "Context",
+    "RotaryAttention",
+    "ThresholdRelativeAttention",
+]

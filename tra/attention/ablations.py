@@ -4,42 +4,69 @@ from typing import Any
 
 from torch import Tensor
 
-from tra.attention.base import Context, distances
+from tra.attention.base import Attention, Context, distances
 from tra.attention.dense import dense_mix, dense_scores, dense_softmax
-from tra.attention.threshold_relative import ThresholdRelativeAttention
+from tra.attention.gate import linear_gate, log_opened, opened
+from tra.attention.threshold_relative import OperatorAttention
 
 
-class ThresholdOnlyAttention(ThresholdRelativeAttention):
+class ThresholdOnlyAttention(OperatorAttention):
     """The threshold without a distance: softmax over the keys that pass it."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int | None = None, **options: Any) -> None:
-        super().__init__(width, heads, kv_heads, **options)
-        del self.gate
+    def __init__(
+        self, width: int, heads: int, kv_heads: int | None = None, *, threshold: float = 0.0, **shared: Any
+    ) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        self.threshold = threshold
+        # Drawn and dropped: from the same seed everything else starts as it does beside TRA.
+        linear_gate(width, heads, None)
 
     def log_gate(self, x: Tensor) -> Tensor:
         return x.new_zeros(x.shape[0], self.heads, x.shape[1])
 
 
-class DistanceOnlyAttention(ThresholdRelativeAttention):
+class DistanceOnlyAttention(OperatorAttention):
     """The gated distance without a threshold: every key is kept, so distance counts all tokens."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int | None = None, **options: Any) -> None:
-        super().__init__(width, heads, kv_heads, threshold=NO_THRESHOLD, **options)
+    threshold = -1e30
+    """Below every score, and finite as the operator wants it."""
+
+    def __init__(
+        self, width: int, heads: int, kv_heads: int | None = None, *, gate_bias: float | None = None, **shared: Any
+    ) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        self.gate = linear_gate(width, heads, gate_bias)
+
+    def log_gate(self, x: Tensor) -> Tensor:
+        return log_opened(self.gate, x)
+
+    def gates(self, x: Tensor) -> Tensor:
+        return opened(self.gate, x)
 
 
-class OrdinaryDistanceAttention(ThresholdRelativeAttention):
-    """The threshold with the ordinary distance: it counts all tokens, kept or not.
+class OrdinaryDistanceAttention(Attention):
+    """The threshold with the ordinary distance: it counts all tokens, kept or not."""
 
-    Dense, so ``tolerance`` and ``impl`` mean nothing to it.
-    """
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        threshold: float = 0.0,
+        gate_bias: float | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        self.threshold = threshold
+        self.gate = linear_gate(width, heads, gate_bias)
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
         scores = dense_scores(query, key)
         kept = context.visible(query, key) & (scores > self.threshold)
-        logits = scores + self.log_gate(x).to(scores.dtype)[..., None] * (distances(query, key) + 1)
-        return dense_mix(dense_softmax(logits, kept), value, self.active_dropout)
+        logits = scores + log_opened(self.gate, x).to(scores.dtype)[..., None] * (distances(query, key) + 1)
+        return dense_mix(dense_softmax(logits, kept), value, self.active_dropout(context))
 
-
-NO_THRESHOLD = -1e30
-"""Below every score, and finite as the operator wants it."""
+    def gates(self, x: Tensor) -> Tensor:
+        return opened(self.gate, x)

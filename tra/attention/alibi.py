@@ -21,7 +21,8 @@ class LinearBiasAttention(Attention):
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
         bias = -self.slopes[:, None, None] * distances(query, key)
-        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout, bias=bias[None])
+        dropout = self.active_dropout(context)
+        return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias[None])
 
 
 def head_slopes(heads: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,38 @@ from tra.ops.visibility import check_masks, visible_keys
 
 
 class Context(NamedTuple):
-    """What comes with the new tokens: the cache of earlier ones, and the masks ``[B, cached + L]`` of them all."""
+    """What comes with the new tokens of one call: the cache of earlier ones, and the masks of them all.
+
+    Example:
+        >>> import tra
+        >>> attention = tra.ThresholdRelativeAttention(width=64, heads=4)
+        >>> key_mask = torch.arange(10).expand(2, 10) >= torch.tensor([[0], [3]])
+        >>> attention(torch.randn(2, 10, 64), Context(key_mask=key_mask)).shape
+        torch.Size([2, 10, 64])
+    """
 
     cache: Cache | None = None
+    """What this layer remembers of earlier tokens; the new ones are added to it."""
     key_mask: Tensor | None = None
+    """``[B, cached + L]`` boolean, False for padding."""
     segment_ids: Tensor | None = None
+    """``[B, cached + L]`` integers that keep packed documents apart."""
+    exact: bool = False
+    """The rule itself: no dropout, and nothing left out to save time."""
+    checked: bool = False
+    """Whether `fitting` has been called. A decoder does that once, for all its layers."""
+
+    def fitting(self, x: Tensor) -> "Context":
+        """This context, once it is known to fit the new tokens ``x [B, L, width]``; a ValueError names what does not.
+
+        Before anything enters the cache: a wrong mask must not leave it half-filled.
+        """
+        if self.checked:
+            return self
+        if isinstance(self.cache, list | tuple):
+            raise ValueError(f"cache must be the Cache of one layer, got a {type(self.cache).__name__}")
+        check_masks(self.key_mask, self.segment_ids, x.shape[0], self.cached + x.shape[1], x.device)
+        return self._replace(checked=True)
 
     @property
     def cached(self) -> int:
@@ -36,13 +63,20 @@ class Context(NamedTuple):
 class Attention(nn.Module, ABC):
     """Multi-head causal self-attention whose rule is a subclass.
 
+    A subclass takes the same arguments, and keyword-only ones of its own, its options:
+    ``(width, heads, kv_heads=None, *, theta=500_000.0, **shared)``.
+
     Args:
         width: width of the input and output.
         heads: number of query heads; each is ``width // heads`` wide.
         kv_heads: number of key and value heads (grouped-query attention), ``heads`` by default.
-        dropout: probability of dropping an attention weight in training.
+        layer: which block of a decoder it is in, from 0. Given by the decoder, so no option.
+        dropout: probability of dropping an attention weight in training. Given by the decoder, so no option.
         qk_norm: normalise each head's query and key to root mean square 1, without a learned scale.
     """
+
+    revises_cache: ClassVar[bool] = False
+    """Whether later tokens change what is stored of earlier ones, so that its cache cannot be cropped."""
 
     def __init__(
         self,
@@ -50,6 +84,7 @@ class Attention(nn.Module, ABC):
         heads: int,
         kv_heads: int | None = None,
         *,
+        layer: int = 0,
         dropout: float = 0.0,
         qk_norm: bool = True,
     ) -> None:
@@ -59,10 +94,12 @@ class Attention(nn.Module, ABC):
             raise ValueError(f"width must be a multiple of heads ({heads}), got {width}")
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
+        if layer < 0:
+            raise ValueError(f"layer must be at least 0, got {layer}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
-        self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
-        self.dropout, self.qk_norm = dropout, qk_norm
+        self.width, self.heads, self.kv_heads, self.head_width = width, heads, kv_heads, width // heads
+        self.layer, self.dropout, self.qk_norm = layer, dropout, qk_norm
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
         self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
@@ -73,21 +110,12 @@ class Attention(nn.Module, ABC):
         """The rule: ``[B, Hq, L, D]`` queries and ``[B, Hkv, L, D]`` keys and values of the new tokens in,
         ``[B, Hq, L, D]`` out. What later tokens need goes through ``context.remember``. Linear in value."""
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cache: Cache | None = None,
-        key_mask: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Map ``[B, L, width]`` to the same shape.
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """Map ``[B, L, width]`` to the same shape; with a cache in the context, x holds the new tokens only.
 
-        With a cache, x holds the new tokens only, and ``key_mask`` and ``segment_ids`` ``[B, cached + L]`` cover
-        the cached ones too. ``key_mask`` is False for padding; ``segment_ids`` keeps packed documents apart.
         Mechanisms that measure plain distance count padding between tokens; at the ends it changes nothing.
         """
-        context = Context(cache, key_mask, segment_ids)
+        context = self._fitting(x, context)
         mixed = self.attend(x, *self._project(x, context), context)
         return self.output(self.finished(mixed).transpose(1, 2).flatten(2))
 
@@ -99,21 +127,33 @@ class Attention(nn.Module, ABC):
         """What enters the output projection: the mixed values ``[B, Hq, L, D]``, unless the mechanism rescales them."""
         return mixed
 
-    def weights(self, x: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
-        """The attention matrix ``[B, Hq, L, L]``: what the rule makes of an identity matrix as values."""
-        context = Context(key_mask=key_mask, segment_ids=segment_ids)
+    def gates(self, x: Tensor) -> Tensor | None:
+        """``[B, heads, L]`` in (0, 1): the learned gate that each head reads at each token, None without one."""
+        return None
+
+    def weights(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """The attention matrix ``[B, Hq, L, L]``, always exact: what the rule makes of an identity matrix as values."""
+        context = self._fitting(x, context)._replace(exact=True)
+        if context.cache is not None:
+            raise ValueError("context must have no cache for weights, which need all tokens in one pass")
         query, key, _ = self._project(x, context)
         identity = torch.eye(x.shape[1], dtype=key.dtype, device=key.device)
         identity = identity.expand(*key.shape[:2], -1, -1)
-        was_training, self.training = self.training, False
-        try:
-            return self.attend(x, query, key, identity, context)
-        finally:
-            self.training = was_training
+        return self.attend(x, query, key, identity, context)
+
+    def active_dropout(self, context: Context) -> float:
+        """The probability with which this call drops a weight."""
+        return self.dropout if self.training and not context.exact else 0.0
+
+    def _fitting(self, x: Tensor, context: Context | None) -> Context:
+        check_stream("x", x, self.width)
+        if context is None:
+            context = Context()
+        if not isinstance(context, Context):
+            raise ValueError(f"context must be a Context, got {type(context).__name__}")
+        return context.fitting(x)
 
     def _project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        # Before anything enters the cache: a wrong mask must not leave it half-filled.
-        check_masks(context.key_mask, context.segment_ids, x.shape[0], context.cached + x.shape[1], x.device)
         located = self.located(x, context)
         query, key, value = (
             projection(source).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
@@ -124,9 +164,15 @@ class Attention(nn.Module, ABC):
             key = F.rms_norm(key, (self.head_width,))
         return query, key, value
 
-    @property
-    def active_dropout(self) -> float:
-        return self.dropout if self.training else 0.0
+
+def check_stream(name: str, x: Tensor, width: int) -> None:
+    """Raise a ValueError unless x is a floating-point tensor ``[B, L, width]``."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor [B, L, {width}], got {type(x).__name__}")
+    if x.dim() != 3 or x.shape[2] != width:
+        raise ValueError(f"{name} must have the shape [B, L, {width}], got {list(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {x.dtype}")
 
 
 def causal_softmax_attention(

@@ -51,7 +51,8 @@ class Cache:
     def crop(self, length: int) -> None:
         """Forget all tokens but the first ``length``.
 
-        Not for a mechanism that changes what it stored of earlier tokens, as selective attention does.
+        Not for a mechanism that has ``revises_cache``, as selective attention has: what the others store would still
+        bear the marks of the tokens forgotten.
         """
         if not 0 <= length <= self._length:
             raise ValueError(f"length must be between 0 and the {self._length} tokens in the cache, got {length}")

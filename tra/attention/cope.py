@@ -40,4 +40,4 @@ class ContextualPositionAttention(Attention):
         by_position = full_product(query, self.embedding)
         at_below, at_above = (by_position.gather(-1, whole.long()) for whole in (below, position.ceil()))
         logits = scores + torch.lerp(at_below, at_above, position - below)
-        return dense_mix(dense_softmax(logits, visible), value, self.active_dropout)
+        return dense_mix(dense_softmax(logits, visible), value, self.active_dropout(context))

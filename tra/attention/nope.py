@@ -10,4 +10,4 @@ class UnpositionedAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
-        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout)
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout(context))

@@ -1,43 +1,120 @@
-"""RoPE: rotary position embedding (Su et al. 2021, arXiv 2104.09864) on PyTorch's SDPA."""
+"""RoPE: rotary position embedding (Su et al. 2021, arXiv 2104.09864) on PyTorch's SDPA.
 
-from typing import Any
+For sequences longer than those trained on, ``scaling`` slows the rotation down by a ``factor`` of the length: "linear"
+for all pairs alike (Chen et al. 2023, arXiv 2306.15595), "ntk" by a greater theta, which slows the slowest pair by the
+factor and the fastest not at all (bloc97 2023), and "yarn" for the pairs that turn too seldom within the trained length
+to have been seen whole, with scores made a little larger (Peng et al. 2023, arXiv 2309.00071). As transformers has
+them: "linear" and "yarn" are its kinds of that name; "ntk" is its "dynamic" held at one length, namely with its own
+factor 1 at ``factor`` times the trained length.
+"""
+
+import math
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from tra.attention.base import Attention, Context, causal_softmax_attention
 
+TURNS = (32, 1)
+"""YaRN's beta_fast and beta_slow: pairs that turn more often within the trained length are left alone, and pairs that
+turn less often are slowed down by the whole factor."""
+
 
 class RotaryAttention(Attention):
     """Softmax attention whose queries and keys are rotated by an angle that grows with their position.
 
-    Takes the arguments of :class:`~tra.attention.base.Attention`, and ``theta``, the base of the wavelengths.
+    Takes the arguments of :class:`~tra.attention.base.Attention`, and:
+
+    Args:
+        theta: the base of the wavelengths.
+        scaling: how the rotation is slowed down for longer sequences than those trained on.
+        factor: by how much; how many times longer they are.
+        trained_length: tokens of the sequences trained on, which "yarn" needs to know.
     """
 
+    rotary_parts: ClassVar[int] = 1
+    """Into how many parts a head is divided, each rotated by itself."""
+
     def __init__(
-        self, width: int, heads: int, kv_heads: int | None = None, *, theta: float = 500_000.0, **shared: Any
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        theta: float = 500_000.0,
+        scaling: Literal["none", "linear", "ntk", "yarn"] = "none",
+        factor: float = 1.0,
+        trained_length: int | None = None,
+        **shared: Any,
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
-        if self.head_width % 2:
-            raise ValueError(f"width // heads must be even for RoPE, got {self.head_width}")
-        self.theta = theta
+        if self.head_width % (2 * self.rotary_parts):
+            raise ValueError(
+                f"width // heads must be a multiple of {2 * self.rotary_parts} for RoPE, got {self.head_width}"
+            )
+        part = self.head_width // self.rotary_parts
+        if not 1.0 < theta < math.inf:
+            raise ValueError(f"theta must be greater than 1, got {theta!r}")
+        if scaling == "none" and factor != 1.0:
+            raise ValueError(f"factor must be 1 without scaling, got {factor!r}")
+        if scaling != "none" and not 1.0 < factor < math.inf:
+            raise ValueError(f"factor must be greater than 1 for scaling {scaling!r}, got {factor!r}")
+        if scaling == "yarn" and (trained_length is None or trained_length < 1):
+            raise ValueError(f"trained_length must be at least 1 for scaling 'yarn', got {trained_length}")
+        if scaling != "yarn" and trained_length is not None:
+            raise ValueError(f"trained_length must be None for scaling {scaling!r}, got {trained_length}")
+        if scaling == "ntk" and part == 2:
+            raise ValueError("width // heads must be more than one pair for scaling 'ntk', which slows the others down")
+        self.frequency = frequencies(part, theta, scaling, factor, trained_length)
+        self.rotation_size = attention_factor(factor) if scaling == "yarn" else 1.0
+
+    def turn(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Cosine and sine that rotate the new tokens, to be asked for before these are remembered."""
+        return rotation(context.cached, context.cached + x.shape[1], self.frequency, self.rotation_size)
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        turn = rotation(context.cached, context.cached + x.shape[1], self.head_width, self.theta)
+        turn = self.turn(x, context)
         query, key = rotate(query, *turn), rotate(key, *turn)
         key, value = context.remember(key, value)
-        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout)
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout(context))
 
 
-def rotation(start: int, stop: int, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[stop - start, width // 2]`` of the angle of each position and frequency.
+def frequencies(
+    width: int, theta: float, scaling: str = "none", factor: float = 1.0, trained_length: int | None = None
+) -> Tensor:
+    """``[width // 2]``: the angle by which each pair turns from one position to the next.
+
+    In float64 on the CPU, as the angles are.
+    """
+    if scaling == "ntk":
+        theta *= factor ** (width / (width - 2))
+    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
+    if scaling == "linear":
+        return frequency / factor
+    if scaling == "yarn":
+        assert trained_length is not None
+        fast, slow = (width * math.log(trained_length / (turns * math.tau)) / (2 * math.log(theta)) for turns in TURNS)
+        first, last = max(math.floor(fast), 0), min(math.ceil(slow), width - 1)
+        ramp = (torch.arange(width // 2, dtype=torch.float64, device="cpu") - first) / max(last - first, 0.001)
+        slowed = ramp.clamp(0.0, 1.0)
+        return frequency * (1.0 - slowed) + frequency / factor * slowed
+    return frequency
+
+
+def attention_factor(factor: float) -> float:
+    """What YaRN multiplies rotated queries and keys with: distant scores would else be too even."""
+    return 0.1 * math.log(factor) + 1.0
+
+
+def rotation(start: int, stop: int, frequency: Tensor, size: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[stop - start, width // 2]`` of the angle of each position and frequency, times a size.
 
     In float64 on the CPU: in float32 an angle at position 100,000 is off by more than 0.001, and some devices have
     no float64.
     """
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)
     angle = torch.arange(start, stop, dtype=torch.float64, device="cpu")[:, None] * frequency
-    return angle.cos(), angle.sin()
+    return angle.cos() * size, angle.sin() * size
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

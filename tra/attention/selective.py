@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tra.attention.base import Context, distances
 from tra.attention.dense import dense_mix, dense_scores, dense_softmax
-from tra.attention.rope import RotaryAttention, rotate, rotation
+from tra.attention.rope import RotaryAttention, rotate
 
 
 class SelectiveAttention(RotaryAttention):
@@ -13,10 +13,13 @@ class SelectiveAttention(RotaryAttention):
 
     The positive scores of the first head say how much the query's token masks the key. The scores of all heads lose
     the sum of this over the tokens between key and query. No token masks itself or the first of its document.
+    Takes the arguments of :class:`~tra.attention.rope.RotaryAttention`.
     """
 
+    revises_cache = True
+
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        turn = rotation(context.cached, context.cached + x.shape[1], self.head_width, self.theta)
+        turn = self.turn(x, context)
         query, key = rotate(query, *turn), rotate(key, *turn)
         # How much the tokens so far mask each key; none has masked the new ones.
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -32,4 +35,4 @@ class SelectiveAttention(RotaryAttention):
         until_query = masked[:, :, None] + masks.cumsum(dim=-2) - masks
         if context.cache is not None:
             masked += masks.sum(dim=-2)  # in the cache
-        return dense_mix(dense_softmax(scores - until_query, visible), value, self.active_dropout)
+        return dense_mix(dense_softmax(scores - until_query, visible), value, self.active_dropout(context))

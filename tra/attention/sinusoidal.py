@@ -4,6 +4,7 @@ Adding them in every layer and to queries and keys only is position-infused atte
 2012.15832): the stream stays free of positions, which suits the residual on the normalised stream.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class SinusoidalAttention(UnpositionedAttention):
         super().__init__(width, heads, kv_heads, **shared)
         if width % 2:
             raise ValueError(f"width must be even for sinusoidal positions, got {width}")
+        if not 1.0 < theta < math.inf:
+            raise ValueError(f"theta must be greater than 1, got {theta!r}")
         self.theta = theta
 
     def located(self, x: Tensor, context: Context) -> Tensor:

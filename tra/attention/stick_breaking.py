@@ -20,4 +20,4 @@ class StickBreakingAttention(Attention):
         scores = dense_scores(query, key)
         log_left = F.logsigmoid(-scores).masked_fill(~visible, 0.0)
         log_weights = F.logsigmoid(scores) + sum_from_right(log_left) - log_left
-        return dense_mix(log_weights.exp().masked_fill(~visible, 0.0), value, self.active_dropout)
+        return dense_mix(log_weights.exp().masked_fill(~visible, 0.0), value, self.active_dropout(context))

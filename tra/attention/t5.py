@@ -43,7 +43,8 @@ class BucketBiasAttention(Attention):
         key, value = context.remember(key, value)
         bucket = bucket_of(distances(query, key).clamp(min=0), self.buckets, self.max_distance)
         bias = self.bias(bucket).permute(2, 0, 1)
-        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout, bias=bias[None])
+        dropout = self.active_dropout(context)
+        return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias[None])
 
 
 def bucket_of(distance: Tensor, buckets: int, max_distance: int) -> Tensor:

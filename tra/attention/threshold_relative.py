@@ -1,24 +1,77 @@
 """TRA: threshold relative attention (Opper et al., TMLR 2025, arXiv 2503.23174)."""
 
 import math
+from abc import abstractmethod
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tra.attention.base import Attention, Context
+from tra.attention.gate import linear_gate, log_opened, opened
+from tra.lookup import lookup
 from tra.ops import threshold_relative_attention
+from tra.ops.threshold_relative.op import IMPLEMENTATIONS
 
 
-class ThresholdRelativeAttention(Attention):
-    """Attention over the keys that pass a threshold, with distance counted among those keys.
+class OperatorAttention(Attention):
+    """Attention through the operator of this package, whose threshold and gate a subclass decides.
 
     Takes the arguments of :class:`~tra.attention.base.Attention`, and:
 
     Args:
-        threshold: a key is kept when its score is greater.
         tolerance: certified error allowed for stopping early; None means float32 rounding.
         impl: which implementation of the operator to use.
+    """
+
+    threshold: float
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        tolerance: float | None = None,
+        impl: str = "auto",
+        **shared: Any,
+    ) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        if tolerance is not None and not 0.0 <= tolerance < math.inf:
+            raise ValueError(f"tolerance must be None or a number of at least 0, got {tolerance!r}")
+        lookup({"auto": None, **IMPLEMENTATIONS}, impl, "impl")
+        self.tolerance, self.impl = tolerance, impl
+
+    @abstractmethod
+    def log_gate(self, x: Tensor) -> Tensor:
+        """``[B, Hq, L]``, never positive: what a step of distance costs each query."""
+
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
+        return threshold_relative_attention(
+            query,
+            key,
+            value,
+            self.log_gate(x),
+            key_mask=context.key_mask,
+            segment_ids=context.segment_ids,
+            threshold=self.threshold,
+            dropout=self.active_dropout(context),
+            # A key that an early stop leaves out would look as if it had not passed the threshold.
+            tolerance=0.0 if context.exact else self.tolerance,
+            # Vectors of root mean square 1 have norm sqrt(D), so no score exceeds sqrt(D).
+            score_bound=math.sqrt(self.head_width) if self.qk_norm else None,
+            impl="reference" if context.exact else self.impl,
+        )
+
+
+class ThresholdRelativeAttention(OperatorAttention):
+    """Attention over the keys that pass a threshold, with distance counted among those keys.
+
+    Takes the arguments of :class:`OperatorAttention`, and:
+
+    Args:
+        threshold: a key is kept when its score is greater.
+        gate_bias: bias of the gate at the start, drawn as PyTorch draws it by default; 5 is nearly no decay.
 
     Example:
         >>> attention = ThresholdRelativeAttention(width=64, heads=4)
@@ -33,40 +86,15 @@ class ThresholdRelativeAttention(Attention):
         kv_heads: int | None = None,
         *,
         threshold: float = 0.0,
-        tolerance: float | None = None,
-        impl: str = "auto",
+        gate_bias: float | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
-        self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
-        self.gate = nn.Linear(width, heads)
-
-    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        key, value = context.remember(key, value)
-        return threshold_relative_attention(
-            query,
-            key,
-            value,
-            self.log_gate(x),
-            key_mask=context.key_mask,
-            segment_ids=context.segment_ids,
-            threshold=self.threshold,
-            dropout=self.active_dropout,
-            tolerance=self.tolerance,
-            # Vectors of root mean square 1 have norm sqrt(D), so no score exceeds sqrt(D).
-            score_bound=math.sqrt(self.head_width) if self.qk_norm else None,
-            impl=self.impl,
-        )
+        self.threshold = threshold
+        self.gate = linear_gate(width, heads, gate_bias)
 
     def log_gate(self, x: Tensor) -> Tensor:
-        """``[B, Hq, L]``, never positive: what a step of distance costs each query."""
-        return F.logsigmoid(self.gate(x)).transpose(1, 2)
+        return log_opened(self.gate, x)
 
-    def weights(self, x: Tensor, *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
-        """As for every mechanism; no key is left out for stopping early, so 0 means not kept."""
-        usual = self.tolerance, self.impl
-        self.tolerance, self.impl = 0.0, "reference"
-        try:
-            return super().weights(x, key_mask=key_mask, segment_ids=segment_ids)
-        finally:
-            self.tolerance, self.impl = usual
+    def gates(self, x: Tensor) -> Tensor:
+        return opened(self.gate, x)
