@@ -1,22 +1,30 @@
 """The decoder of the paper: embedding, blocks of attention and SwiGLU, norm, output head."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
-from tra.attention import MECHANISMS, Cache, Context
+from tra.attention import MECHANISMS, Attention, Cache, Context
 from tra.attention.base import check_stream
+from tra.attention.options import among, checked_options, mismatch, written
 from tra.lookup import lookup
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that determines a decoder."""
+    """Everything that determines a decoder. What is wrong with it is said when it is made.
+
+    Example:
+        >>> DecoderConfig(vocabulary=6, attention="rope", attention_options={"theta": 10_000}).label
+        'rope theta=10000'
+    """
 
     vocabulary: int
     """Number of tokens."""
@@ -27,20 +35,75 @@ class DecoderConfig:
     """Key and value heads shared by groups of query heads; as many as heads by default."""
     attention: str = "tra"
     """Name of the mechanism."""
-    qk_norm: bool = True
-    """Normalise queries and keys per head, whatever the mechanism."""
+    attention_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Options of the mechanism that are not left to their defaults, by name; `qk_norm` is one of every mechanism."""
     dropout: float = 0.01
     """On the embedding, the attention weights and the hidden units of the MLP."""
     residual: Literal["normalised", "pre_norm"] = "normalised"
     """Add each layer to the normalised stream (the authors' code) or to the stream itself (ordinary pre-norm)."""
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "layers", "heads", "width"):
+        counts = ("vocabulary", "layers", "heads", "width")
+        for name, annotation in (*((name, int) for name in counts), ("kv_heads", int | None), ("dropout", float)):
+            wrong = mismatch(getattr(self, name), annotation)
+            if wrong is not None:
+                raise ValueError(f"{name} must be {wrong}")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.residual not in ("normalised", "pre_norm"):
             raise ValueError(f"residual must be 'normalised' or 'pre_norm', got {self.residual!r}")
-        lookup(MECHANISMS, self.attention, "attention")
+        mechanism = lookup(MECHANISMS, self.attention, "attention")
+        options = checked_options(mechanism, self.attention, self.attention_options)
+        object.__setattr__(self, "attention_options", options)
+        with fork_rng(devices=[]), torch.device("meta"), _Unfilled():
+            self.new_attention(layer=0)  # raises what the mechanism finds wrong
+
+    @property
+    def label(self) -> str:
+        """Mechanism and options, as a table names them."""
+        return " ".join([self.attention, *(f"{name}={written(x)}" for name, x in self.attention_options.items())])
+
+    def new_attention(self, layer: int) -> Attention:
+        """The mechanism with its options, for the block of that index."""
+        mechanism = lookup(MECHANISMS, self.attention, "attention")
+        return mechanism(
+            self.width, self.heads, self.kv_heads, layer=layer, dropout=self.dropout, **self.attention_options
+        )
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "DecoderConfig":
+        """What `dataclasses.asdict` wrote, now or in version 0.1.
+
+        That had no ``attention_options``, but ``qk_norm`` beside the other fields, and lambda of differential attention
+        started at 0.8 in every layer.
+        """
+        values = dict(stored)
+        if "attention_options" not in values:
+            qk_norm = values.pop("qk_norm", True)
+            options = {} if qk_norm is True else {"qk_norm": qk_norm}
+            if values.get("attention") == "differential":
+                options["lambda_start"] = 0.8
+            values["attention_options"] = options
+        names = [entry.name for entry in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise ValueError(among("what is stored of a DecoderConfig", names, name))
+        if "vocabulary" not in values:
+            raise ValueError("vocabulary must be in what is stored of a DecoderConfig")
+        return cls(**values)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Normal numbers are not drawn or scaled: on the meta device that loads the compiler, which takes a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.normal_, Tensor.mul_, nn.init.normal_):
+            return args[0] if args else kwargs["tensor"]
+        if func is torch.randn:
+            return torch.empty(*args, **{name: x for name, x in kwargs.items() if name != "generator"})
+        return func(*args, **kwargs)
 
 
 SIZES = {
@@ -73,11 +136,8 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        mechanism = lookup(MECHANISMS, config.attention, "attention")
         self.attention_norm = nn.RMSNorm(config.width)
-        self.attention = mechanism(
-            config.width, config.heads, config.kv_heads, layer=layer, dropout=config.dropout, qk_norm=config.qk_norm
-        )
+        self.attention = config.new_attention(layer)
         self.mlp_norm = nn.RMSNorm(config.width)
         self.mlp = MLP(config.width, config.dropout)
         self.adds_to_normalised = config.residual == "normalised"

@@ -8,6 +8,7 @@ from tra.attention.cope import ContextualPositionAttention
 from tra.attention.differential import DifferentialAttention
 from tra.attention.fot import ForgettingAttention
 from tra.attention.nope import UnpositionedAttention
+from tra.attention.options import Option, options_of
 from tra.attention.rope import RotaryAttention
 from tra.attention.selective import SelectiveAttention
 from tra.attention.sinusoidal import SinusoidalAttention
@@ -37,6 +38,8 @@ __all__ = [
     "Attention",
     "Cache",
     "Context",
+    "Option",
     "RotaryAttention",
     "ThresholdRelativeAttention",
+    "options_of",
 ]
