@@ -11,10 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
+from tra import plugins
 from tra.attention import MECHANISMS, Attention, Cache, Context
 from tra.attention.base import check_stream
-from tra.attention.options import among, checked_options, mismatch, written
+from tra.attention.options import options_of
 from tra.lookup import lookup
+from tra.options import among, checked_options, mismatch, written
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.residual not in ("normalised", "pre_norm"):
             raise ValueError(f"residual must be 'normalised' or 'pre_norm', got {self.residual!r}")
-        mechanism = lookup(MECHANISMS, self.attention, "attention")
-        options = checked_options(mechanism, self.attention, self.attention_options)
+        mechanism = plugins.find("MECHANISMS", MECHANISMS, self.attention, "attention")
+        options = checked_options(options_of(mechanism), self.attention_options, "attention_options", self.attention)
         object.__setattr__(self, "attention_options", options)
         with fork_rng(devices=[]), torch.device("meta"), _Unfilled():
             self.new_attention(layer=0)  # raises what the mechanism finds wrong
@@ -66,7 +68,7 @@ class DecoderConfig:
 
     def new_attention(self, layer: int) -> Attention:
         """The mechanism with its options, for the block of that index."""
-        mechanism = lookup(MECHANISMS, self.attention, "attention")
+        mechanism = plugins.find("MECHANISMS", MECHANISMS, self.attention, "attention")
         return mechanism(
             self.width, self.heads, self.kv_heads, layer=layer, dropout=self.dropout, **self.attention_options
         )

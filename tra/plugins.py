@@ -27,15 +27,19 @@ KINDS = ("MECHANISMS", "TASKS", "RECIPES")
 Value = TypeVar("Value")
 
 _loaded: dict[str, ModuleType] = {}
+_paths: dict[str, str] = {}
 _versions: dict[str, str] = {}
 _installed_done = False
 
 
 def load(name: str) -> ModuleType:
-    """Import a plug-in, once: the name of a module, or a path ending in .py."""
-    if name not in _loaded:
-        _add(name, _import(name))
-    return _loaded[name]
+    """Import a plug-in, once: the name of a module, or a path ending in .py, which is known by its last part."""
+    known = Path(name).name if name.endswith(".py") else name
+    if known not in _loaded:
+        _add(known, _import(name))
+        if name.endswith(".py"):
+            _paths[known] = str(Path(name).absolute())
+    return _loaded[known]
 
 
 def load_installed() -> None:
@@ -56,8 +60,8 @@ def load_installed() -> None:
 
 
 def loaded() -> tuple[str, ...]:
-    """The names of the plug-ins that have been loaded, for a process that must have the same."""
-    return tuple(_loaded)
+    """What `load` must be given in a process that is to have the same plug-ins."""
+    return tuple(_paths.get(name, name) for name in _loaded)
 
 
 def every(kind: str, built_in: Mapping[str, Value]) -> dict[str, Value]:

@@ -44,8 +44,7 @@ def _megabytes(field: str) -> float:
 def peak_of_attention(every_key: bool) -> int | None:
     """Megabytes that forward and backward of 32,768 tokens in 8 heads add to a process that holds the inputs.
 
-    The output and the gradients alone are 4 x 67 MB, and so is the gradient that comes in, which is held before. None
-    where it cannot be read.
+    The output and the gradients alone are 4 x 67 MB. None where it cannot be read.
     """
     return round(in_fresh_process(_added_by_attention, 0.0 if every_key else None)) if measurable() else None
 

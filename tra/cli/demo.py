@@ -36,9 +36,7 @@ def run(arguments: list[str]) -> int:
     with on_console():
         say("Training on 64 tokens, then exact match at longer lengths.")
         try:
-            outcome = reproduce(
-                "demo", folder, seeds=options.seeds, attention=names, jobs=options.jobs, command=again
-            )
+            outcome = reproduce("demo", folder, seeds=options.seeds, attention=names, jobs=options.jobs, command=again)
         except Interrupted as stop:
             raise Interrupted(f"{stop} by: {again}") from None
         say(outcome.shown)

@@ -44,7 +44,8 @@ def run(arguments: list[str]) -> int:
     found = load_run(options.run)
     asked = any((options.sets, options.lengths, options.examples is not None, options.data, options.stride))
     with on_console(quiet=options.json):
-        step, steps = found.model and found.step, found.recipe.steps
+        found.model  # noqa: B018  says at once if there is none
+        step, steps = found.step, found.recipe.steps
         if step < steps:
             print(f"tra: warning: the run is at step {step} of {steps}", file=sys.stderr)
         results = evaluate(

@@ -18,7 +18,7 @@ class Inspect(Common):
     run: Annotated[Path, tyro.conf.Positional]
     """Run folder."""
     text: str | None = None
-    """What to read, for a run on text, or @FILE; other runs, and without it these too, read a sequence of their task."""
+    """What a run on text is to read, or @FILE; without it, and for other runs, it is a sequence of their task."""
     length: int = 32
     """Of a task's sequence, in its unit."""
     output: Path | None = None

@@ -1,12 +1,14 @@
 """`tra list`."""
 
+import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tra.cli.options import Common, parse
+from tra.options import Option, written
 
 
 @dataclass(frozen=True)
@@ -40,37 +42,31 @@ def everything() -> dict[str, dict[str, str]]:
     """What there is to name, by kind, with a line for each."""
     from tra import plugins
     from tra.attention import MECHANISMS
+    from tra.attention.options import options_of
     from tra.experiments import BUILT_IN
     from tra.model import SIZES
     from tra.ops.threshold_relative import describe_implementations
     from tra.recipes import RECIPES
-    from tra.tasks import TASKS
+    from tra.tasks import TASKS, task_options
 
     return {
         "implementations": describe_implementations(),
         "recipes": {name: _outline(make()) for name, make in plugins.every("RECIPES", RECIPES).items()},
         "attention": {
-            name: _first_line(mechanism) + _options(mechanism.options())
+            name: _first_line(mechanism) + _options(options_of(mechanism))
             for name, mechanism in plugins.every("MECHANISMS", MECHANISMS).items()
         },
         "tasks": {
             name: _about(make) + _options(task_options(make)) for name, make in plugins.every("TASKS", TASKS).items()
         },
         "experiments": {
-            name: _first_line(sys.modules.get(place.partition(":")[0]) or _module(place))
-            for name, place in BUILT_IN.items()
+            name: _first_line(importlib.import_module(place.partition(":")[0])) for name, place in BUILT_IN.items()
         },
         "sizes": {
             name: f"{size.layers} layers, {size.heads} heads, width {size.width}" for name, size in SIZES.items()
         },
         "plugins": dict.fromkeys(plugins.loaded(), "loaded"),
     }
-
-
-def _module(place: str) -> Any:
-    import importlib
-
-    return importlib.import_module(place.partition(":")[0])
 
 
 def _first_line(thing: object) -> str:
@@ -82,8 +78,9 @@ def _about(make: Callable[..., Any]) -> str:
     return _first_line(make if not isinstance(make, type) else sys.modules[make.__module__])
 
 
-def _options(options: dict[str, Any]) -> str:
-    return f" Options: {', '.join(f'{name}={default}' for name, default in options.items())}." if options else ""
+def _options(options: Mapping[str, Option]) -> str:
+    shown = (f"{name}={written(option.default)}" for name, option in options.items())
+    return f" Options: {', '.join(shown)}." if options else ""
 
 
 def _outline(recipe: Any) -> str:

@@ -36,9 +36,9 @@ def parse(kind: type[Options], arguments: Sequence[str], command: str, default: 
                 kind,
                 args=arguments,
                 prog=f"tra {command}",
+                default=tyro.MISSING_NONPROP if default is None else default,
                 return_unknown_args=True,
                 registry=_registry(),
-                **({} if default is None else {"default": default}),
             )
     except SystemExit as stop:
         if stop.code in (0, None):
@@ -184,5 +184,3 @@ def _abbreviated(name: str, known: Sequence[str]) -> list[str]:
     if len(letters) < 2:
         return []
     return [option for option in known if "".join(word[0] for word in re.findall(r"[a-z]+", option)) == letters]
-
-

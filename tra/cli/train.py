@@ -82,8 +82,8 @@ def _check_free(folder: Path, recipe: Recipe) -> None:
     differ = run.recipe.differences(recipe)
     if finished and set(differ) == {"steps"}:
         raise ValueError(
-            f"output {folder} holds this run, finished after {run.recipe.steps} steps: it cannot be extended, because its "
-            f"learning rate has come to its end; train for {recipe.steps} steps in another folder, with --output"
+            f"output {folder} holds this run, finished after {run.recipe.steps} steps: it cannot be extended, because "
+            f"its learning rate has come to its end; train for {recipe.steps} steps in another folder, with --output"
         )
     run.check_recipe(recipe)
     if finished:
@@ -96,7 +96,7 @@ def _resume(arguments: list[str]) -> tuple[Recipe, Path, tuple[str, ...]]:
         name = argument.partition("=")[0]
         if name in option_names(Train) and name not in option_names(Resume):
             raise ValueError(
-                f"{name} must not be given with --resume: a run goes on as it began; to change it, train in another folder"
+                f"{name} must not be given with --resume: a run goes on as it began; train another elsewhere"
             )
     options = parse(Resume, arguments, "train")
     from tra.runs import load_run

@@ -59,6 +59,7 @@ def reproduce(
     cluster_options: Mapping[str, Any] | None = None,
     figures: Sequence[str] = ("png",),
     style: str | None = None,
+    command: str = "",
 ) -> Outcome:
     """Run what is missing of an experiment and write its tables and figures; the same call goes on after a stop.
 
@@ -75,6 +76,7 @@ def reproduce(
         cluster_options: its parameters.
         figures: formats: "png", "svg", "pdf".
         style: a style sheet of matplotlib.
+        command: what to write down as the way to repeat it.
 
     Returns:
         The finished runs, what they measured, and why others failed.
@@ -92,7 +94,7 @@ def reproduce(
         dict(cluster_options or {}),
         tuple(figures),
         style,
-        command=f"reproduce({experiment!r})" if isinstance(experiment, str) else "reproduce(...)",
+        command,
     )
     return wanted.perform(request)
 

@@ -19,6 +19,8 @@ from tra.tasks import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from tra.experiments.reproduce import Request
+
 SCALES = ("smoke", "small", "paper")
 
 
@@ -207,6 +209,18 @@ class Experiment:
         if len(set(labels)) < len(labels):
             twice = next(label for label in labels if labels.count(label) > 1)
             raise ValueError(f"rows must have different names, got {twice!r} twice")
+
+    def perform(self, request: "Request") -> Outcome:
+        """Run what is missing, and write tables and figures."""
+        from tra.experiments.reproduce import perform  # which works on experiments
+
+        return perform(self, request)
+
+    def plan(self, request: "Request") -> Table:
+        """What it would take."""
+        from tra.experiments.plan import plan
+
+        return plan(self, request)
 
     @property
     def usual_scale(self) -> str:

@@ -1,4 +1,4 @@
-"""Many runs on a cluster, through submitit: each run is a job, and one that is preempted goes on from its checkpoint."""
+"""Many runs on a cluster, through submitit: each is a job, and one that is preempted goes on from its checkpoint."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,26 +1,29 @@
-"""`tra reproduce cost`: time per training step and peak memory of every mechanism, against RoPE."""
+"""Time per training step and peak memory of every mechanism, against RoPE: measured by itself, no grid of runs."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
+import matplotlib.style
 
+from tra import plugins
 from tra.attention import MECHANISMS
-from tra.bench import interleaved, training_step
+from tra.bench.memory import peak_of_training
+from tra.bench.timing import interleaved
+from tra.bench.workloads import training_step
+from tra.environment import best_device, environment
 from tra.errors import RunError
-from tra.figures import cost_by_attention
-from tra.files import write_whole
+from tra.experiments.base import Outcome
+from tra.experiments.reproduce import Request
+from tra.files import write_json, write_text
 from tra.lookup import lookup
-from tra.memory import added_megabytes, measurable
 from tra.model import DecoderConfig, sized
-from tra.report import environment, write_json
-from tra.runs import best_device
+from tra.progress import say
+from tra.report.figures import cost_by_attention, save_figure
+from tra.report.tables import Table, latex
+
+RESULTS = "results.json"
 
 
 @dataclass(frozen=True)
@@ -48,30 +51,95 @@ SCALES: dict[str, tuple[Step, ...]] = {
 attention leaves its fast path on a CPU."""
 
 
-def measure_cost(
-    folder: Path, *, scale: str, attention: Sequence[str], console: Console, command: str
-) -> list[dict[str, Any]]:
-    """Time each mechanism and RoPE in turn, and write ``results.json``, ``table.md`` and ``cost.png``.
+class Cost:
+    """What `tra reproduce cost` makes."""
 
-    A mechanism that fails, for want of memory say, is reported in its row and does not stop the others.
-    """
-    steps = lookup(SCALES, scale, "scale")
-    for name in attention:
-        lookup(MECHANISMS, name, "attention")
+    usual_scale = "small"
+
+    def perform(self, request: Request) -> Outcome:
+        """Time each mechanism and RoPE in turn, and write ``results.json``, ``table.md``, ``table.tex`` and the figure
+        ``cost``; or write them from what is stored.
+
+        A mechanism that fails, for want of memory say, is reported in its row and does not stop the others.
+        """
+        steps, names = _asked(request)
+        stored = request.folder / RESULTS
+        if request.train:
+            request.folder.mkdir(parents=True, exist_ok=True)
+            content: dict[str, Any] = {
+                "command": request.command,
+                "environment": environment(),
+                "steps": [asdict(step) for step in steps],
+                "results": measure(steps, names),
+            }
+            write_json(stored, content)
+        else:
+            if not stored.exists():
+                raise RunError(f"nothing has been measured in {request.folder} yet")
+            content = json.loads(stored.read_text(encoding="utf-8"))
+        rows = [row for row in content["results"] if row["attention"] in names or not request.attention]
+        if not rows:
+            raise RunError(f"nothing has been measured of {', '.join(names)} in {request.folder} yet")
+        failures = {f"{row['size']} {row['attention']}": row["failure"] for row in rows if "failure" in row}
+        return Outcome([], [], failures, request.folder, _show(rows, request), content)
+
+    def plan(self, request: Request) -> Table:
+        """A row for each size of model: what a step is, and how long its comparisons take."""
+        steps, names = _asked(request)
+        rows = [
+            [
+                step.size,
+                str(len(names)),
+                str(step.batch),
+                f"{step.length:,}",
+                f"{step.seconds:g}",
+                f"{step.seconds * len(names):g}",
+            ]
+            for step in steps
+        ]
+        headings = ("model", "mechanisms", "batch", "tokens", "seconds each", "seconds")
+        note = (
+            "Each mechanism takes turns with RoPE for so many seconds, and for at least three training steps. "
+            "A process of its own then measures its peak memory, which takes time besides."
+        )
+        return Table(headings, rows, f"Steps at the scale {request.scale}", note)
+
+
+COST = Cost()
+
+
+def _asked(request: Request) -> tuple[tuple[Step, ...], list[str]]:
+    """The steps and mechanisms of a request, or a ValueError that names what it should not have or does not exist."""
+    steps = lookup(SCALES, request.scale, "scale")
+    for name, usual in (("seeds", None), ("jobs", 1), ("shard", (1, 1)), ("cluster", None)):
+        given = getattr(request, name)
+        if given != usual:
+            shown = "/".join(map(str, given)) if isinstance(given, tuple) else given
+            raise ValueError(f"{name} must not be given for cost, which is measured on one idle machine, got {shown}")
+    for name in request.attention:
+        plugins.find("MECHANISMS", MECHANISMS, name, "attention")
+    try:
+        with matplotlib.style.context(request.style or []):
+            pass  # a wrong one is found before anything is measured
+    except OSError as error:
+        raise ValueError(f"style must be a style sheet of matplotlib, got {request.style!r}") from error
+    return steps, list(dict.fromkeys(request.attention or MECHANISMS))
+
+
+def measure(steps: Sequence[Step], names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each step and mechanism: milliseconds, megabytes and their ratios to RoPE's, or the failure."""
     device = best_device().type
-    folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    rows = []
     for step in steps:
-        baseline = peak_megabytes(step, "rope", device)
-        for name in attention or MECHANISMS:
+        rope = replace(step.model, attention="rope")
+        baseline = peak_of_training(rope, step.batch, step.length, device)
+        for name in names:
             row: dict[str, Any] = {"size": step.size, "attention": name}
             try:
-                ours, rope = (
-                    training_step(replace(step.model, attention=kind), step.batch, step.length, device)
-                    for kind in (name, "rope")
-                )
-                mine, other = interleaved(ours, rope, step.seconds)
-                memory = peak_megabytes(step, name, device)
+                model = replace(step.model, attention=name)
+                ours, theirs = (training_step(config, step.batch, step.length, device) for config in (model, rope))
+                mine, other = interleaved(ours, theirs, step.seconds)
+                memory = peak_of_training(model, step.batch, step.length, device)
                 row |= {
                     "milliseconds": mine * 1e3,
                     "rope_milliseconds": other * 1e3,
@@ -80,82 +148,45 @@ def measure_cost(
                     "rope_megabytes": baseline,
                     "memory_ratio": memory / baseline if memory is not None and baseline else None,
                 }
-            except (RuntimeError, RunError) as error:
-                row |= {"failure": str(error)}
+            except RuntimeError as error:
+                row["failure"] = str(error)
             rows.append(row)
-            console.print(_line(row), highlight=False)
-    content = {
-        "command": command,
-        "environment": environment(),
-        "steps": [asdict(step) for step in steps],
-        "results": rows,
-    }
-    write_json(folder / "results.json", content)
-    draw_cost(folder)
+            say(_line(row))
     return rows
 
 
-def draw_cost(folder: Path) -> None:
-    """``table.md`` and ``cost.png`` from the stored results."""
-    stored = folder / "results.json"
-    if not stored.exists():
-        raise RunError(f"nothing has been measured in {folder} yet")
-    rows = json.loads(stored.read_text())["results"]
-    write_whole(folder / "table.md", cost_table(rows))
+def _show(rows: Sequence[Mapping[str, Any]], request: Request) -> str:
+    """Write table and figure; returns the table as Markdown."""
+    table = cost_table(rows)
+    write_text(request.folder / "table.md", table.markdown())
+    write_text(request.folder / "table.tex", latex([table]))
     measured = [row for row in rows if "failure" not in row]
     if measured:
-        cost_by_attention(measured, folder / "cost.png")
+        with matplotlib.style.context(request.style or []):
+            figure = cost_by_attention(measured)
+            for kind in request.formats:
+                save_figure(figure, request.folder / f"cost.{kind}")
+    return table.markdown()
 
 
-def cost_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row per size and mechanism."""
-    lines = ["| model | attention | ms per step | time / RoPE | peak MB | memory / RoPE |", "|---|---|" + "---:|" * 4]
-    for row in rows:
-        if "failure" in row:
-            lines.append(f"| {row['size']} | {row['attention']} | failed | | | |")
-            continue
-        memory = "| | |" if row["memory_ratio"] is None else f"| {row['megabytes']:.0f} | {row['memory_ratio']:.2f}x |"
-        lines.append(
-            f"| {row['size']} | {row['attention']} | {row['milliseconds']:.1f} | {row['time_ratio']:.2f}x {memory}"
-        )
-    return "\n".join(lines) + "\n"
+def cost_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per size and mechanism."""
+    headings = ("model", "attention", "ms per step", "time / RoPE", "peak MB", "memory / RoPE")
+    return Table(headings, [[row["size"], row["attention"], *_figures(row)] for row in rows], words=2)
 
 
-def peak_megabytes(step: Step, attention: str, device: str) -> float | None:
-    """What training steps add to a process that holds model and optimiser; None where it cannot be read."""
-    if device == "cpu" and not measurable():
-        return None
-    arguments = {**asdict(step.model), "attention": attention}
-    program = "import sys; from tra.cost import print_peak; print_peak(*sys.argv[1:])"
-    command = [sys.executable, "-c", program, json.dumps(arguments), str(step.batch), str(step.length), device]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise RunError(f"peak memory of {attention}: {last[0]}")
-    return float(done.stdout)
-
-
-def print_peak(model: str, batch: str, length: str, device: str) -> None:
-    """In a fresh process: one step to allocate what stays, then what three more add."""
-    work = training_step(DecoderConfig(**json.loads(model)), int(batch), int(length), device)
-    work()
-
-    def steps() -> None:
-        for _ in range(3):
-            work()
-
-    if device == "cpu":
-        print(added_megabytes(steps))
-        return
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
-    steps()
-    print((torch.accelerator.max_memory_allocated() - before) / 2**20)
-
-
-def _line(row: dict[str, Any]) -> str:
+def _figures(row: Mapping[str, Any]) -> list[str]:
     if "failure" in row:
-        return f"{row['size']:<8}{row['attention']:<24}failed: {row['failure']}"
-    memory = "" if row["memory_ratio"] is None else f"   {row['megabytes']:.0f} MB ({row['memory_ratio']:.2f}x)"
-    time = f"{row['milliseconds']:>9.1f} ms   {row['time_ratio']:.2f}x RoPE"
-    return f"{row['size']:<8}{row['attention']:<24}{time}{memory}"
+        return ["failed", "", "", ""]
+    known = row["memory_ratio"] is not None
+    memory = (f"{row['megabytes']:.0f}", f"{row['memory_ratio']:.2f}x") if known else ("", "")
+    return [f"{row['milliseconds']:.1f}", f"{row['time_ratio']:.2f}x", *memory]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    head = f"{row['size']:<8}{row['attention']:<24}"
+    if "failure" in row:
+        return f"{head}failed: {row['failure']}"
+    milliseconds, time_ratio, megabytes, memory_ratio = _figures(row)
+    memory = f"   {megabytes} MB ({memory_ratio})" if megabytes else ""
+    return f"{head}{milliseconds:>9} ms   {time_ratio} RoPE{memory}"

@@ -61,7 +61,7 @@ class Request:
 
 
 def perform(experiment: Experiment, request: Request) -> Outcome:
-    """Run what is missing of this shard, tuning first, then write tables and figures from the runs that are finished."""
+    """Run what is missing of this shard, tuning first, then write tables and figures from what is finished."""
     started = time.monotonic()
     seeds, rows = request.seeds or experiment.seeds, experiment.chosen_rows(request.attention)
     columns = list(experiment.columns(request.scale))

@@ -87,11 +87,10 @@ class Recipe:
         used = (("MECHANISMS", self.model.attention), ("TASKS", self.task))
         return sorted({found for kind, name in used if (found := plugins.source(kind, name))})
 
-    def at_length(self, length: int) -> "Recipe":
-        """The recipe for another training length, with evaluations as many times that length as before."""
-        task, factor = self.build_task(), Fraction(length, self.length)
-        moved = tuple(task.rescaled(entry, factor) for entry in self.evaluations)
-        return replace(self, length=length, evaluations=moved)
+    def measured_like(self, other: "Recipe") -> "Recipe":
+        """With the evaluations of a recipe of another training length, at as many times this one's."""
+        task, factor = self.build_task(), Fraction(self.length, other.length)
+        return replace(self, evaluations=tuple(task.rescaled(entry, factor) for entry in other.evaluations))
 
     def changed(self, changes: Mapping[str, Any]) -> "Recipe":
         """The recipe with other values of fields; those of the model have names such as ``model.width``."""

@@ -1,10 +1,11 @@
 """What to learn: one file per synthetic task, vectorised and reproducible from a generator alone, and text."""
 
 from collections.abc import Callable, Mapping
+from inspect import Parameter
 from typing import Any
 
 from tra import plugins
-from tra.lookup import check_keywords
+from tra.options import Option, checked_options, options_in
 from tra.tasks.base import Batch, ReadsText, Task
 from tra.tasks.copy import CopyRepeat, CopyUnique
 from tra.tasks.flip_flop import FlipFlop
@@ -35,8 +36,12 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
         44
     """
     make = plugins.find("TASKS", TASKS, name, "task")
-    check_keywords(make, options or {}, f"task_options of {name}")
-    return make(**(options or {}))
+    return make(**checked_options(task_options(make), options or {}, "task_options", name))
+
+
+def task_options(make: Callable[..., Task]) -> dict[str, Option]:
+    """The options of a task, given its class or function."""
+    return options_in(make, (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY))
 
 
 __all__ = [
@@ -56,4 +61,5 @@ __all__ = [
     "Result",
     "Task",
     "build_task",
+    "task_options",
 ]

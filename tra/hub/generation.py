@@ -10,17 +10,20 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
+from tra.environment import best_device
 from tra.errors import RunError
-from tra.export import as_pretrained
-from tra.hub import TraConfig, TraForCausalLM
-from tra.runs import best_device
+from tra.hub.config import TraConfig
+from tra.hub.export import as_pretrained
+from tra.hub.modeling import TraForCausalLM
+from tra.runs import Run
 
 
 def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run or of an exported folder. Runs no code that the folder holds."""
     logging.disable_progress_bar()
-    if (folder / "recipe.json").exists():
-        model, tokenizer, _ = as_pretrained(folder)
+    run = Run(folder)
+    if run.exists:
+        model, tokenizer = as_pretrained(run)
         if tokenizer is None:
             raise ValueError(f"run must be one on text, which has a tokenizer; {folder} was trained on a task")
         return model, tokenizer

@@ -1,11 +1,5 @@
-"""The decoder as a Hugging Face model: `import tra.hub` registers it with the Auto classes of transformers.
+"""The decoder as a Hugging Face model."""
 
-The weights of a :class:`~tra.model.Decoder` keep their names behind the prefix ``decoder.``; a saved folder holds JSON
-and safetensors only, and loading one runs no code from it.
-"""
-
-from collections.abc import Mapping
-from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -15,144 +9,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from tra.attention.selective import SelectiveAttention
-from tra.lookup import lookup
-from tra.model import SIZES, Decoder, DecoderConfig, initialise
-
-NAMES = {
-    "vocabulary": "vocab_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "width": "hidden_size",
-    "kv_heads": "num_key_value_heads",
-    "attention": "attention",
-    "qk_norm": "qk_norm",
-    "dropout": "dropout",
-    "residual": "residual",
-}
-"""What each field of a DecoderConfig is called in a TraConfig."""
-
-UNDERSTOOD = (
-    "_commit_hash",
-    "_name_or_path",
-    "attn_implementation",
-    "experts_implementation",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "quantization_config",
-    "torch_dtype",
-)
-"""Keywords that transformers writes or passes and that are no fields."""
-
-
-class TraConfig(transformers.PreTrainedConfig):
-    """Everything that determines a model: a DecoderConfig in the words of transformers, and the special tokens.
-
-    An unknown keyword is an error. There is no greatest length.
-
-    Example:
-        >>> TraConfig(vocab_size=100, attention="rope").decoder_config().width
-        256
-    """
-
-    model_type = "tra"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
-
-    vocab_size: int = SIZES["medium"].vocabulary
-    num_hidden_layers: int = DecoderConfig.layers
-    num_attention_heads: int = DecoderConfig.heads
-    hidden_size: int = DecoderConfig.width
-    num_key_value_heads: int | None = DecoderConfig.kv_heads
-    attention: str = DecoderConfig.attention
-    qk_norm: bool = DecoderConfig.qk_norm
-    dropout: float = DecoderConfig.dropout
-    residual: str = DecoderConfig.residual
-    use_cache: bool = True
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        refuse_unknown(kwargs)
-        if self.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings must be False: the output head has weights of its own, got True")
-        self.decoder_config()  # raises what is wrong
-        super().__post_init__(**kwargs)
-
-    @classmethod
-    def from_decoder(cls, config: DecoderConfig, **more: Any) -> "TraConfig":
-        """The config of this decoder; ``more`` are keywords of a TraConfig."""
-        return cls(**{theirs: getattr(config, ours) for ours, theirs in NAMES.items()}, **more)
-
-    def decoder_config(self) -> DecoderConfig:
-        return DecoderConfig(**{ours: getattr(self, theirs) for ours, theirs in NAMES.items()})
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """As for every config, but a keyword that changes nothing is an error."""
-        config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
-        if return_unused_kwargs:
-            return config, unused
-        refuse_unknown(unused)
-        return config
-
-
-def refuse_unknown(keywords: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a keyword that means nothing to a TraConfig, with the nearest that does."""
-    known = {*(field.name for field in fields(TraConfig)), *UNDERSTOOD}
-    own = {name: None for name in TraConfig.__annotations__ if name != "model_type"}
-    for keyword in keywords:
-        if keyword not in known:
-            lookup(own, keyword, "keyword")
-
-
-class TraCache(transformers.Cache):
-    """What `generate` keeps from token to token: for each layer, whatever its mechanism stores."""
-
-    is_compileable = False
-    layers: list[Any]
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(layers=decoder.new_cache())  # type: ignore[arg-type]
-        self.revised = any(isinstance(module, SelectiveAttention) for module in decoder.modules())
-        """Whether later tokens change what is stored of earlier ones."""
-
-    @property
-    def is_croppable(self) -> bool:
-        return not self.revised
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return len(self.layers[layer_idx])
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        for layer in self.layers:
-            layer.select(indices)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.get_seq_length() > 0:
-            self.batch_select_indices(torch.arange(self.layers[0].batch).repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must not be positive, got {tokens_to_remove}")
-        if tokens_to_remove < 0 and self.revised:
-            raise ValueError("the cache of selective attention cannot be cropped: its last tokens masked earlier ones")
-        for layer in self.layers:
-            layer.crop(len(layer) + tokens_to_remove)
-
-    def reset(self) -> None:
-        for layer in self.layers:
-            layer.crop(0)
+from tra.hub.cache import TraCache
+from tra.hub.config import UNDERSTOOD, TraConfig, refuse_unknown
+from tra.model import Decoder, initialise
 
 
 class TraPreTrainedModel(transformers.PreTrainedModel):
@@ -391,8 +250,3 @@ def from_decoder(decoder: Decoder, **more: Any) -> TraForCausalLM:
     model = TraForCausalLM(TraConfig.from_decoder(decoder.config, **more))
     model.decoder.to(decoder.head.weight).load_state_dict(decoder.state_dict())
     return model.eval()
-
-
-transformers.AutoConfig.register(TraConfig.model_type, TraConfig, exist_ok=True)
-transformers.AutoModel.register(TraConfig, TraModel, exist_ok=True)
-transformers.AutoModelForCausalLM.register(TraConfig, TraForCausalLM, exist_ok=True)

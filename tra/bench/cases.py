@@ -1,0 +1,136 @@
+"""What is measured against what, and how fast it is meant to be."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from tra.bench.timing import Work
+from tra.bench.workloads import attention, decoding, native, new_token, papers_listing, training_step
+from tra.model import sized
+
+Prepare = Callable[[], Work]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something of TRA's, and what it is compared with. Nothing is prepared before it is wanted."""
+
+    what: str
+    shape: str
+    ours: Prepare
+    others: Mapping[str, Prepare]
+    goal: float | None = None
+    """Largest ratio wanted, where one is set; to the first of the others."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. A ratio below 1 means that TRA is faster."""
+
+    what: str
+    shape: str
+    against: str
+    milliseconds: float
+    against_milliseconds: float
+    goal: float | None
+    """Largest ratio wanted, where one is set."""
+
+    @property
+    def ratio(self) -> float:
+        return self.milliseconds / self.against_milliseconds
+
+    def __str__(self) -> str:
+        goal = "" if self.goal is None else f"  (goal {self.goal:g})"
+        return (
+            f"{self.what:<44} {self.shape:<14} {self.milliseconds:>10.3f} ms   {self.against:<16}"
+            f"{self.against_milliseconds:>10.3f} ms   {self.ratio:.4g}x{goal}"
+        )
+
+
+def cases() -> Iterator[Case]:
+    """Attention by itself, its growth with the length, decoding, and whole models."""
+    for backward, limit in ((False, 1.0), (True, 1.1)):
+        for shape in ((8, 4, 512), (2, 8, 1024), (1, 8, 4096)):
+            yield _attention("every key", shape, limit, backward, 0.0, listings=shape[2] <= 1024)
+    for backward, speedups in (
+        (False, {(8, 4, 512): 3, (1, 8, 4096): 8, (1, 8, 16384): 25, (1, 4, 65536): 100}),
+        (True, {(8, 4, 512): 2.5, (1, 8, 4096): 6, (1, 8, 16384): 20}),
+    ):
+        for shape, speedup in speedups.items():
+            yield _attention("default tolerance", shape, 1 / speedup, backward, None)
+    for length in (32768, 65536):
+        yield _growth(length, length // 2)
+    for batch in (1, 8):
+        for cached, goal in ((4096, 0.2), (65536, 0.03)):
+            yield _decoding(batch, cached, goal)
+    for cached in (4096, 65536):
+        yield _generation("medium", cached)
+    yield _training("mini", 16, 512, 0.9)
+    yield _training("medium", 8, 128, 1.0)
+    yield _training("medium", 8, 1024, 0.85)
+
+
+def _attention(
+    how: str,
+    shape: tuple[int, int, int],
+    goal: float,
+    backward: bool,
+    tolerance: float | None,
+    listings: bool = False,
+) -> Case:
+    batch, heads, length = shape
+    prepare = partial(attention, batch=batch, heads=heads, queries=length, keys=length, backward=backward)
+    causal = partial(F.scaled_dot_product_attention, is_causal=True)
+    others: dict[str, Prepare] = {"SDPA": lambda: prepare(causal, gated=False)}
+    if listings:
+        others["paper, eager"] = lambda: prepare(papers_listing)
+        others["paper, compiled"] = lambda: prepare(torch.compile(papers_listing))
+    what = f"{'forward + backward' if backward else 'forward'}, {how}"
+    return Case(what, "x".join(map(str, shape)), lambda: prepare(native(tolerance)), others, goal)
+
+
+def _growth(length: int, half: int) -> Case:
+    def prepare(length: int) -> Work:
+        return attention(native(), 1, 4, length, length)
+
+    return Case(
+        "growth per doubling, default tolerance",
+        f"1x4x{length}",
+        lambda: prepare(length),
+        {f"itself at {half}": lambda: prepare(half)},
+    )
+
+
+def _decoding(batch: int, cached: int, goal: float) -> Case:
+    return Case(
+        "decode one token",
+        f"{batch}x8x{cached}",
+        lambda: decoding(native(), batch, 8, cached),
+        {"SDPA": lambda: decoding(F.scaled_dot_product_attention, batch, 8, cached, gated=False)},
+        goal,
+    )
+
+
+def _generation(size: str, cached: int) -> Case:
+    return Case(
+        f"new token of a {size} model",
+        f"1x{cached}",
+        lambda: new_token(sized(size, attention="tra"), cached),
+        {"RoPE on SDPA": lambda: new_token(sized(size, attention="rope"), cached)},
+    )
+
+
+def _training(size: str, batch: int, length: int, goal: float) -> Case:
+    def prepare(mechanism: str) -> Work:
+        return training_step(sized(size, attention=mechanism, dropout=0.0), batch, length)
+
+    return Case(
+        f"training step, {size} model",
+        f"{batch}x{length}",
+        lambda: prepare("tra"),
+        {"RoPE on SDPA": lambda: prepare("rope")},
+        goal,
+    )

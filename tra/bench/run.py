@@ -1,0 +1,89 @@
+"""`tra bench`: measure the cases and write what was found. A kernel that fails a quick check gets no ratio."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tra.bench.cases import Row, cases
+from tra.bench.memory import peak_of_attention
+from tra.bench.timing import interleaved
+from tra.bench.workloads import WIDTH, attention, native
+from tra.environment import environment
+from tra.errors import RunError
+from tra.files import write_json
+from tra.ops import threshold_relative_attention
+from tra.progress import say
+from tra.report.figures import save_figure, time_by_length
+
+
+def run_benchmarks(folder: Path, seconds: float, only: str = "") -> dict[str, Any]:
+    """Measure every row whose name contains ``only``, for so many seconds each, and write ``bench.json`` and
+    ``bench.png``. Without ``only`` also the share of the machine's speed and the peak memory.
+
+    Returns:
+        What ``bench.json`` holds.
+    """
+    if seconds <= 0:
+        raise ValueError(f"seconds must be positive, got {seconds!r}")
+    check_kernel()
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = measured_rows(seconds, only)
+    content: dict[str, Any] = {
+        "command": f"tra bench --seconds {seconds:g}" + (f" --only '{only}'" if only else ""),
+        "environment": environment(),
+        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+    }
+    if not only:
+        content["share_of_sgemm"] = share_of_sgemm(seconds)
+        say(f"share of the machine's sgemm rate when every key is visited: {content['share_of_sgemm']:.2f}")
+        content["peak_memory_megabytes"] = {
+            "default tolerance": peak_of_attention(every_key=False),
+            "every key": peak_of_attention(every_key=True),
+        }
+        say(f"forward + backward of 1x8x32768: {content['peak_memory_megabytes']} MB")
+    write_json(folder / "bench.json", content)
+    save_figure(time_by_length(content["rows"]), folder / "bench.png")
+    return content
+
+
+def check_kernel() -> None:
+    """Compare the fast implementation with the reference, forward and backward, on scores that are exact."""
+    rng = torch.Generator().manual_seed(0)
+    shape = (2, 3, 111, 16)
+    query, key = (torch.randint(-1, 2, shape, generator=rng).float() for _ in range(2))
+    value, gate = torch.randn(shape, generator=rng), -torch.rand(shape[:3], generator=rng)
+    results = []
+    for impl in ("auto", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value, gate)]
+        out = threshold_relative_attention(*leaves, impl=impl)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, right in zip(*results, strict=True):
+        if not torch.allclose(ours, right, rtol=1e-4, atol=1e-4):
+            raise RunError("no figures: the kernel's results differ from the reference's")
+
+
+def measured_rows(seconds: float, only: str) -> list[Row]:
+    """A row for everything that a case is compared with."""
+    rows = []
+    for case in cases():
+        if only not in case.what:
+            continue
+        for place, (against, prepare) in enumerate(case.others.items()):
+            mine, other = interleaved(case.ours(), prepare(), seconds)
+            goal = case.goal if place == 0 else None
+            rows.append(Row(case.what, case.shape, against, mine * 1e3, other * 1e3, goal))
+            say(str(rows[-1]))
+    return rows
+
+
+def share_of_sgemm(seconds: float) -> float:
+    """Multiply-adds per second of the forward that visits every key, over those of a large matrix product."""
+    batch, heads, length, size = 1, 8, 4096, 2048
+    square = torch.randn(size, size)
+    ours, gemm = interleaved(
+        attention(native(tolerance=0.0), batch, heads, length, length), lambda: square @ square, seconds
+    )
+    pairs = batch * heads * length * (length + 1) // 2
+    return (2 * pairs * WIDTH / ours) / (size**3 / gemm)
