@@ -1,3 +1,10 @@
+import json
+import math
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -223,13 +230,183 @@ def test_checkpointed_blocks_keep_fewer_tensors() -> None:
     [
         ({"attention": "ropee"}, "attention must be one of .*, got 'ropee'; did you mean 'rope'?"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"layers": "4"}, "layers must be a whole number, got '4'"),
+        ({"heads": True}, "heads must be a whole number, got True"),
         ({"vocabulary": 0}, "vocabulary must be at least 1, got 0"),
+        ({"kv_heads": 1.0}, "kv_heads must be a whole number or None, got 1.0"),
+        ({"dropout": None}, "dropout must be a finite number, got None"),
         ({"residual": "post"}, "residual must be 'normalised' or 'pre_norm', got 'post'"),
+        (
+            {"attention_options": {"treshold": 1.0}},
+            "attention_options of tra must be among .* you mean 'threshold'",
+        ),
+        ({"attention_options": {"threshold": "1"}}, "threshold in attention_options of tra must be a finite number"),
+        ({"attention_options": None}, "attention_options must be a dict of options, got None"),
+        # What the mechanism itself finds.
+        ({"width": 255}, r"width must be a multiple of heads \(4\), got 255"),
+        ({"kv_heads": 3}, r"kv_heads must divide heads \(4\), got 3"),
+        ({"dropout": 1.0}, r"dropout must be a probability in \[0, 1\), got 1.0"),
+        ({"attention": "rope", "width": 12}, "width // heads must be a multiple of 2 for RoPE, got 3"),
+        ({"attention": "differential", "width": 24}, "width // heads must be a multiple of 4 for RoPE, got 6"),
+        ({"attention": "sinusoidal", "width": 9, "heads": 3}, "width must be even for sinusoidal positions, got 9"),
+        ({"attention": "cope", "attention_options": {"positions": 0}}, "positions must be at least 1, got 0"),
+        ({"attention_options": {"impl": "gpu"}}, "impl must be one of .*, got 'gpu'"),
     ],
 )
-def test_wrong_config_is_named(changes: dict[str, object], message: str) -> None:
+def test_wrong_config_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sized("mini", **changes)
+
+
+def test_options_reach_every_layer() -> None:
+    model = small("cope", attention_options={"positions": 5, "qk_norm": False})
+    for block in model.blocks:
+        assert block.attention.embedding.shape == (8, 5)
+        assert not block.attention.qk_norm
+
+
+def test_lambda_of_differential_attention_starts_by_depth() -> None:
+    starts = [block.attention.lambda_start for block in small("differential").blocks]
+    assert starts == pytest.approx([0.2, 0.8 - 0.6 * math.exp(-0.3)])
+    told = small("differential", attention_options={"lambda_start": 0.8})
+    assert [block.attention.lambda_start for block in told.blocks] == [0.8, 0.8]
+
+
+@pytest.mark.parametrize(
+    "attention, options, label",
+    [
+        ("rope", {}, "rope"),
+        ("rope", {"theta": 10_000}, "rope theta=10000"),
+        ("rope", {"factor": 4, "scaling": "ntk", "theta": 1e6}, "rope theta=1e+06 scaling=ntk factor=4"),
+        ("stick-breaking", {"qk_norm": False}, "stick-breaking qk_norm=False"),
+        ("tra", {"gate_bias": None, "threshold": 0.0}, "tra threshold=0 gate_bias=None"),
+        ("differential", {"lambda_start": 0.85}, "differential lambda_start=0.85"),
+    ],
+)
+def test_label_names_mechanism_and_given_options(attention: str, options: dict[str, Any], label: str) -> None:
+    assert sized("mini", attention=attention, attention_options=options).label == label
+
+
+def test_configs_are_hashable_and_comparable_and_keep_their_own_options() -> None:
+    options = {"theta": 10_000}
+    config = sized("mini", attention="rope", attention_options=options)
+    same = sized("mini", attention="rope", attention_options={"theta": 10_000.0})
+    other = sized("mini", attention="rope")
+    assert config == same != other
+    assert hash(config) == hash(same)
+    assert len({config, same, other}) == 2
+    options["theta"] = 5
+    assert config.attention_options == {"theta": 10_000}
+    assert sized("mini").attention_options is not sized("mini").attention_options
+
+
+def test_a_config_survives_json() -> None:
+    options = {"scaling": "yarn", "factor": 2, "trained_length": 64, "qk_norm": False}
+    config = DecoderConfig(9, 2, 4, 32, 2, "selective", options, 0.2, "pre_norm")
+    assert DecoderConfig.from_dict(json.loads(json.dumps(asdict(config)))) == config
+    plain = DecoderConfig(9, attention="differential")
+    assert DecoderConfig.from_dict(asdict(plain)) == plain
+
+
+@pytest.mark.parametrize(
+    "attention, qk_norm, options",
+    [
+        ("tra", True, {}),
+        ("fot", False, {"qk_norm": False}),
+        ("differential", True, {"lambda_start": 0.8}),
+        ("differential", False, {"qk_norm": False, "lambda_start": 0.8}),
+    ],
+)
+def test_a_config_of_version_0_1_keeps_its_meaning(attention: str, qk_norm: bool, options: dict[str, Any]) -> None:
+    written = {
+        "vocabulary": 60,
+        "layers": 2,
+        "heads": 4,
+        "width": 32,
+        "kv_heads": None,
+        "attention": attention,
+        "qk_norm": qk_norm,
+        "dropout": 0.01,
+        "residual": "normalised",
+    }
+    before = dict(written)
+    config = DecoderConfig.from_dict(written)
+    assert written == before
+    assert config == DecoderConfig(60, 2, 4, 32, attention=attention, attention_options=options)
+
+
+@pytest.mark.parametrize(
+    "stored, message",
+    [
+        (
+            {"vocabulary": 6, "attention_options": {}, "dropuot": 0.1},
+            "what is stored of a DecoderConfig must be among vocabulary, layers, .*, got 'dropuot'; "
+            "did you mean 'dropout'",
+        ),
+        ({"vocabulary": 6, "attention_options": {}, "qk_norm": True}, "got 'qk_norm'"),
+        ({"vocabulary": 6, "qk_norm": "yes"}, "qk_norm in attention_options of tra must be True or False, got 'yes'"),
+        ({"layers": 2}, "vocabulary must be in what is stored of a DecoderConfig"),
+        ({"vocabulary": 6, "attention": "rope", "attention_options": {"thta": 1}}, "did you mean 'theta'"),
+    ],
+)
+def test_what_is_wrong_in_a_stored_config_is_named(stored: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_dict(stored)
+
+
+def test_checking_a_config_does_not_load_the_compiler() -> None:
+    """Which takes a second."""
+    program = (
+        "import sys, tra\n"
+        "for name in tra.MECHANISMS: tra.DecoderConfig(9, attention=name)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        (torch.zeros(2, 5), r"tokens must be an int32 or int64 tensor \[B, L\], got torch.float32"),
+        (torch.zeros(2, 5).bool(), r"tokens must be an int32 or int64 tensor \[B, L\], got torch.bool"),
+        ([[1, 2]], r"tokens must be an int32 or int64 tensor \[B, L\], got list"),
+        (torch.zeros(5).long(), r"tokens must have the shape \[B, L\], got \[5\]"),
+    ],
+)
+def test_tokens_of_the_wrong_kind_are_named(tokens: Any, message: str) -> None:
+    model = small()
+    for call in (model, model.hidden, model.attention_weights):
+        with pytest.raises(ValueError, match=message):
+            call(tokens)
+    with pytest.raises(ValueError, match=r"embedded must have the shape \[B, L, 32\], got \[2, 5\]"):
+        model.hidden_from(torch.zeros(2, 5))
+
+
+@torch.no_grad()
+def test_a_wrong_mask_or_cache_is_named_before_anything_is_stored() -> None:
+    model, tokens = small(), torch.randint(11, (2, 9))
+    cache = model.new_cache()
+    model(tokens, cache=cache)
+    with pytest.raises(ValueError, match=r"key_mask must have the shape \[B, Lk\] = \[2, 10\], got \[2, 1\]"):
+        model(tokens[:, :1], cache=cache, key_mask=torch.ones(2, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="cache must be a list of 2, one Cache for each layer, got 1"):
+        model(tokens[:, :1], cache=cache[:1])
+    with pytest.raises(ValueError, match=r"cache must hold as many tokens in every layer, got \[9, 0\]"):
+        model(tokens[:, :1], cache=[cache[0], *model.new_cache()[:1]])
+    with pytest.raises(ValueError, match="cache must be a list of 2, one Cache for each layer, got Cache"):
+        model(tokens[:, :1], cache=cache[0])
+    assert [len(layer) for layer in cache] == [9, 9]
+    with pytest.raises(ValueError, match="streams must be one for each of the 2 blocks, got 1"):
+        model.attention_weights_from([torch.zeros(2, 9, 32)])
+
+
+@torch.no_grad()
+def test_gates_of_a_block_are_those_that_its_mechanism_reads() -> None:
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    block = small().blocks[0]
+    assert_close(block.gates(x), block.attention.log_gate(block.attention_norm(x)).exp())
+    assert small("rope").blocks[0].gates(x) is None
 
 
 def test_misspelt_size_gets_a_suggestion() -> None:

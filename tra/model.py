@@ -268,9 +268,10 @@ class Decoder(nn.Module):
         """The context of a call, known to fit it, and the cache of each layer."""
         check_stream("embedded", embedded, self.config.width)
         caches: Sequence[Cache | None] = [None] * len(self.blocks) if cache is None else cache
+        if isinstance(caches, Cache) or len(caches) != len(self.blocks):
+            got = "Cache" if isinstance(caches, Cache) else len(caches)
+            raise ValueError(f"cache must be a list of {len(self.blocks)}, one Cache for each layer, got {got}")
         lengths = [0 if layer is None else len(layer) for layer in caches]
-        if len(caches) != len(self.blocks):
-            raise ValueError(f"cache must have one Cache for each of the {len(self.blocks)} layers, got {len(caches)}")
         if len(set(lengths)) > 1:
             raise ValueError(f"cache must hold as many tokens in every layer, got {lengths}")
         return Context(caches[0], key_mask, segment_ids).fitting(embedded), caches

@@ -1,4 +1,8 @@
-"""What every mechanism promises. A new one is tested by being in the table."""
+"""What every mechanism promises. A new one is tested by being in the table.
+
+The file needs nothing of the other tests: copied beside a mechanism of your own, with a line above the first fixture
+that puts it into the table, ``MECHANISMS["mine"] = Mine``, it tests that too (``pytest test_contract.py -k mine``).
+"""
 
 from collections.abc import Iterator
 
@@ -6,14 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tra.attention import MECHANISMS, Attention, Cache, Context
+from tra import Decoder, DecoderConfig
+from tra.attention import MECHANISMS, Attention, Cache, Context, options_of
+from tra.attention.options import checked_options
 
 WIDTH, HEADS, LENGTH = 32, 4, 19
 
 
 @pytest.fixture(params=sorted(MECHANISMS))
-def mechanism(request: pytest.FixtureRequest) -> type[Attention]:
-    return MECHANISMS[request.param]
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def mechanism(name: str) -> type[Attention]:
+    return MECHANISMS[name]
 
 
 @pytest.fixture(autouse=True, params=[torch.float64, torch.float32], ids=["double", "single"])
@@ -115,6 +126,80 @@ def test_weights_see_grouped_heads_and_masks(mechanism: type[Attention]) -> None
     weights = attention.weights(x, Context(key_mask=mask))
     assert weights.shape == (2, HEADS, LENGTH, LENGTH)
     assert (weights[..., 3] == 0).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_weights_are_exact_in_training_too(mechanism: type[Attention], masked: bool) -> None:
+    attention, x = build(mechanism, dropout=0.5), inputs()
+    segment_ids = torch.tensor([[0] * 8 + [1] * 11] * 2) if masked else None
+    context = Context(segment_ids=segment_ids)
+    expected, state = attention.weights(x, context), dict(vars(attention))
+    attention.train()
+    before = torch.get_rng_state()
+    assert torch.equal(attention.weights(x, context), expected)
+    assert torch.equal(torch.get_rng_state(), before)
+    attention.eval()
+    assert {name: value for name, value in vars(attention).items() if name in state} == state
+    attention.train()
+    exact = attention(x, Context(segment_ids=segment_ids, exact=True))
+    assert torch.equal(exact, attention.eval()(x, Context(segment_ids=segment_ids, exact=True)))
+
+
+@torch.no_grad()
+def test_gates_are_one_for_each_head_and_token_and_each_token_decides_its_own(mechanism: type[Attention]) -> None:
+    attention, x = build(mechanism), inputs()
+    gates = attention.gates(x)
+    if gates is None:
+        return
+    assert gates.shape == (2, HEADS, LENGTH)
+    assert ((gates > 0) & (gates < 1)).all()
+    x[:, 7] = 3.0
+    changed = (attention.gates(x) != gates).any(1)
+    assert changed[:, 7].all()
+    assert changed.sum() == 2
+
+
+@torch.no_grad()
+def test_a_cropped_cache_goes_on_as_if_nothing_had_been_forgotten(mechanism: type[Attention]) -> None:
+    """Unless the mechanism says that it revises what it stored."""
+    attention, cache, x = build(mechanism), Cache(), inputs()
+    attention(x, Context(cache))
+    cache.crop(11)
+    rest = inputs(length=6, seed=1)
+    expected = attention(torch.cat([x[:, :11], rest], dim=1))[:, 11:]
+    error = (attention(rest, Context(cache)) - expected).abs().max()
+    assert (error > 1e-3) if mechanism.revises_cache else (error < 1e-5)
+
+
+def test_defaults_pass_the_checks_on_options(mechanism: type[Attention], dtype: torch.dtype) -> None:
+    options = options_of(mechanism)
+    defaults = {name: option.default for name, option in options.items()}
+    assert {"qk_norm"} <= set(options)
+    assert not {"layer", "dropout"} & set(options)
+    checked = checked_options(mechanism, "it", defaults)
+    assert checked == defaults
+    torch.manual_seed(3)
+    plain = mechanism(WIDTH, HEADS, layer=2).state_dict()
+    torch.manual_seed(3)
+    told = mechanism(WIDTH, HEADS, layer=2, **checked).state_dict()
+    assert all(torch.equal(plain[name], told[name]) for name in plain)
+
+
+@pytest.mark.parametrize("around", ["nothing", "another device", "inference mode"])
+def test_a_config_is_made_without_drawing_or_keeping_anything(name: str, around: str) -> None:
+    contexts = {
+        "nothing": torch.enable_grad(),
+        "another device": torch.device("meta"),
+        "inference mode": torch.inference_mode(),
+    }
+    before = torch.get_rng_state()
+    with contexts[around]:
+        config = DecoderConfig(vocabulary=5, layers=2, heads=HEADS, width=WIDTH, attention=name)
+    assert torch.equal(torch.get_rng_state(), before)
+    model = Decoder(config)
+    assert [block.attention.layer for block in model.blocks] == [0, 1]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_every_parameter_gets_a_finite_gradient_beside_padding(mechanism: type[Attention]) -> None:

@@ -7,7 +7,11 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 from transformers import DiffLlamaConfig
-from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
+from transformers.models.diffllama.modeling_diffllama import (
+    DiffLlamaAttention,
+    DiffLlamaRotaryEmbedding,
+    lambda_init_fn,
+)
 
 from tra.attention.differential import DifferentialAttention
 
@@ -45,7 +49,7 @@ def softmax(logits: list[float]) -> list[float]:
 
 def build(**options: object) -> DifferentialAttention:
     """Far from its start: there the vectors of lambda are small, and the scale of the norm is 1."""
-    module = DifferentialAttention(WIDTH, HEADS, **{"lambda_start": 0.8, **options}).double().eval()
+    module = DifferentialAttention(WIDTH, HEADS, **options).double().eval()
     module.lambdas.data = 0.5 * torch.randn(2, 2, HALF, dtype=torch.float64)
     module.norm.weight.data = torch.randn(HEAD, dtype=torch.float64)
     return module
@@ -60,7 +64,7 @@ def factor(module: DifferentialAttention, start: float) -> float:
 @pytest.mark.parametrize("start", [0.8, 0.5])
 @torch.no_grad()
 def test_equals_the_paper_from_projections_to_output(kv_heads: int, start: float) -> None:
-    module = build(kv_heads=kv_heads) if start == 0.8 else build(kv_heads=kv_heads, lambda_start=start)
+    module = build(kv_heads=kv_heads, lambda_start=start)
     x = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
     query, key, value = (
         heads(x, projection, normalise)
@@ -85,7 +89,7 @@ def test_equals_the_paper_from_projections_to_output(kv_heads: int, start: float
 
 @torch.no_grad()
 def test_weights_sum_to_one_less_lambda_and_may_be_negative() -> None:
-    module = build()
+    module = build(lambda_start=0.8)
     weights = module.weights(torch.randn(2, LENGTH, WIDTH, dtype=torch.float64))
     assert_close(weights.sum(-1), torch.full_like(weights[..., 0], 1.0 - factor(module, 0.8)))
     assert weights.min() < 0
@@ -97,6 +101,15 @@ def test_starts_as_the_authors_do() -> None:
     assert module.lambdas.std().item() == pytest.approx(0.1, rel=0.1)
     assert module.norm.eps == 1e-5
     assert (module.norm.weight == 1).all()
+
+
+@pytest.mark.parametrize("layer, published", [(0, 0.2), (1, 0.35551), (3, 0.55606), (27, 0.79982)])
+def test_lambda_starts_by_depth_as_published(layer: int, published: float) -> None:
+    """0.8 - 0.6 exp(-0.3 (l - 1)), the paper's l counted from 1; to five digits, and DiffLlama's."""
+    module = DifferentialAttention(WIDTH, HEADS, layer=layer)
+    assert module.lambda_start == pytest.approx(published, abs=5e-6)
+    assert module.lambda_start == lambda_init_fn(layer)
+    assert DifferentialAttention(WIDTH, HEADS, layer=layer, lambda_start=0.8).lambda_start == 0.8
 
 
 def test_wrong_argument_is_named() -> None:
@@ -112,7 +125,7 @@ def test_output_equals_diffllama() -> None:
 
     As in the paper, lambda's start depends on the layer; unlike the authors' code, its norm has no learned scale.
     """
-    ours = build(kv_heads=2, qk_norm=False, lambda_start=0.8 - 0.6 * math.exp(-0.3 * 2))
+    ours = build(kv_heads=2, qk_norm=False, layer=2)
     ours.norm.weight.fill_(1.0)
     config = DiffLlamaConfig(
         hidden_size=WIDTH,

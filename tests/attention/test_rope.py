@@ -2,12 +2,16 @@
 
 import math
 
+import pytest
 import torch
 from torch.testing import assert_close
 from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
+from tra.attention.differential import DifferentialAttention
 from tra.attention.rope import RotaryAttention, frequencies, rotate, rotation
+from tra.attention.selective import SelectiveAttention
 
 
 def test_rotation_is_multiplication_by_a_complex_phase() -> None:
@@ -73,3 +77,106 @@ def test_output_equals_qwen3() -> None:
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     turned = Qwen3RotaryEmbedding(config)(x, torch.arange(40)[None])
     assert_close(ours(x), theirs(x, turned, attention_mask=None)[0] + ours.output.bias, rtol=0, atol=1e-6)
+
+
+def their_frequencies(kind: str, width: int, theta: float, length: int | None = None, **more: object) -> tuple:
+    """In float32, from transformers' own functions."""
+    config = Qwen3Config(
+        hidden_size=4 * width,
+        num_attention_heads=4,
+        head_dim=width,
+        max_position_embeddings=more.pop("max_position_embeddings", 2048),
+        rope_parameters={"rope_type": kind, "rope_theta": theta, **more},
+    )
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+
+
+@pytest.mark.parametrize("width", [6, 64, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("factor", [2.0, 7.5])
+def test_linear_scaling_is_that_of_transformers(width: int, theta: float, factor: float) -> None:
+    theirs, size = their_frequencies("linear", width, theta, factor=factor)
+    ours = RotaryAttention(width, 1, theta=theta, scaling="linear", factor=factor)
+    assert_close(ours.frequency, theirs.double(), rtol=1e-5, atol=0)
+    assert ours.rotation_size == size == 1.0
+
+
+@pytest.mark.parametrize("width", [6, 64, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("factor", [2.0, 7.5])
+def test_ntk_scaling_is_the_dynamic_one_of_transformers_at_a_fixed_length(
+    width: int, theta: float, factor: float
+) -> None:
+    theirs, size = their_frequencies("dynamic", width, theta, length=int(2048 * factor), factor=1.0)
+    ours = RotaryAttention(width, 1, theta=theta, scaling="ntk", factor=factor)
+    assert_close(ours.frequency, theirs.double(), rtol=1e-5, atol=0)
+    assert ours.rotation_size == size == 1.0
+    plain = frequencies(width, theta)
+    assert_close(plain / ours.frequency, factor ** (torch.arange(width // 2) / (width // 2 - 1)).double())
+
+
+@pytest.mark.parametrize("width", [6, 64, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("trained_length", [16, 256, 4096])
+@pytest.mark.parametrize("factor", [2.0, 7.5])
+def test_yarn_is_that_of_transformers(width: int, theta: float, trained_length: int, factor: float) -> None:
+    theirs, size = their_frequencies(
+        "yarn",
+        width,
+        theta,
+        factor=factor,
+        original_max_position_embeddings=trained_length,
+        max_position_embeddings=int(factor * trained_length),
+    )
+    ours = RotaryAttention(width, 1, theta=theta, scaling="yarn", factor=factor, trained_length=trained_length)
+    assert_close(ours.frequency, theirs.double(), rtol=1e-5, atol=0)
+    assert ours.rotation_size == size == 0.1 * math.log(factor) + 1.0
+
+
+@pytest.mark.parametrize("mechanism", [RotaryAttention, SelectiveAttention, DifferentialAttention])
+@torch.no_grad()
+def test_linear_scaling_is_reading_between_positions(mechanism: type[RotaryAttention]) -> None:
+    """Slowed down by 2, the even positions of a sequence are the positions of one half as long."""
+    plain, slowed = mechanism(16, 2).double().eval(), mechanism(16, 2, scaling="linear", factor=2).double().eval()
+    position = torch.arange(0, 10, dtype=torch.float64)[:, None]
+    assert_close((2 * position * slowed.frequency).cos(), (position * plain.frequency).cos())
+    slowed.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    assert not torch.equal(plain(x), slowed(x))
+    slowed.frequency = 2 * slowed.frequency
+    assert_close(slowed(x), plain(x))
+
+
+@torch.no_grad()
+def test_output_under_yarn_equals_qwen3() -> None:
+    ours = RotaryAttention(32, 4, 2, scaling="yarn", factor=4.0, trained_length=10, theta=100.0).double().eval()
+    config = Qwen3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=0.0,
+        max_position_embeddings=40,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 10,
+        },
+        attn_implementation="sdpa",
+    )
+    theirs = Qwen3Attention(config, layer_idx=0).double().eval()
+    theirs.q_proj.weight, theirs.k_proj.weight = ours.query.weight, ours.key.weight
+    theirs.v_proj.weight, theirs.o_proj.weight = ours.value.weight, ours.output.weight
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    turned = Qwen3RotaryEmbedding(config)(x, torch.arange(40)[None])
+    assert_close(ours(x), theirs(x, turned, attention_mask=None)[0] + ours.output.bias, rtol=0, atol=1e-6)
+
+
+def test_frequencies_stay_in_double_precision_on_the_cpu_wherever_the_layer_is() -> None:
+    with torch.device("meta"):
+        attention = RotaryAttention(16, 2)
+    assert attention.query.weight.is_meta
+    for moved in (attention, RotaryAttention(16, 2).half(), RotaryAttention(16, 2).to("meta")):
+        assert torch.equal(moved.frequency, frequencies(8, 500_000.0))
+    assert "frequency" not in attention.state_dict()

@@ -9,13 +9,15 @@ factor 1 at ``factor`` times the trained length.
 """
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tra.attention.base import Attention, Context, causal_softmax_attention
+from tra.lookup import lookup
 
+Scaling = Literal["none", "linear", "ntk", "yarn"]
 TURNS = (32, 1)
 """YaRN's beta_fast and beta_slow: pairs that turn more often within the trained length are left alone, and pairs that
 turn less often are slowed down by the whole factor."""
@@ -43,7 +45,7 @@ class RotaryAttention(Attention):
         kv_heads: int | None = None,
         *,
         theta: float = 500_000.0,
-        scaling: Literal["none", "linear", "ntk", "yarn"] = "none",
+        scaling: Scaling = "none",
         factor: float = 1.0,
         trained_length: int | None = None,
         **shared: Any,
@@ -56,6 +58,7 @@ class RotaryAttention(Attention):
         part = self.head_width // self.rotary_parts
         if not 1.0 < theta < math.inf:
             raise ValueError(f"theta must be greater than 1, got {theta!r}")
+        lookup(dict.fromkeys(get_args(Scaling)), scaling, "scaling")
         if scaling == "none" and factor != 1.0:
             raise ValueError(f"factor must be 1 without scaling, got {factor!r}")
         if scaling != "none" and not 1.0 < factor < math.inf:
@@ -81,7 +84,7 @@ class RotaryAttention(Attention):
 
 
 def frequencies(
-    width: int, theta: float, scaling: str = "none", factor: float = 1.0, trained_length: int | None = None
+    width: int, theta: float, scaling: Scaling = "none", factor: float = 1.0, trained_length: int | None = None
 ) -> Tensor:
     """``[width // 2]``: the angle by which each pair turns from one position to the next.
 
