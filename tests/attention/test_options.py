@@ -1,5 +1,7 @@
 """What a mechanism's signature says about its options, and what is said about wrong ones."""
 
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -34,6 +36,19 @@ def test_options_are_the_keyword_only_arguments_that_the_decoder_does_not_give(n
     assert list(options) == OPTIONS[name]
     assert all(option.name == key for key, option in options.items())
     assert options["qk_norm"] == ("qk_norm", True, bool)
+
+
+def test_the_documentation_lists_all_options_with_their_defaults() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "mechanisms.md").read_text()
+    listed = set()
+    for option, owners, default in re.findall(r"^\| `(\w+)` \| (all|`[^|]+`) \| (\S+) \|", page, flags=re.MULTILINE):
+        names = MECHANISMS if owners == "all" else re.findall(r"`([^`]+)`", owners)
+        listed |= {(name, option, default) for name in names}
+    assert listed == {
+        (name, option.name, str(option.default))
+        for name, mechanism in MECHANISMS.items()
+        for option in options_of(mechanism).values()
+    }
 
 
 class Windowed(Attention):
