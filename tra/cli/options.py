@@ -149,7 +149,8 @@ def _one_line(box: str) -> str:
             break
         if text and not re.match(r"[╭╰─]", text):
             said.append(text)
-    return " ".join(said) or "the arguments could not be understood"
+    text = " ".join(said) or "the arguments could not be understood"
+    return re.sub(r"^Error parsing recipe[.\w]*: ", "", text)  # what a recipe says of itself names the argument
 
 
 def _unknown(argument: str, kind: type, command: str) -> str:

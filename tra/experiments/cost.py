@@ -81,7 +81,7 @@ class Cost:
         if not rows:
             raise RunError(f"nothing has been measured of {', '.join(names)} in {request.folder} yet")
         failures = {f"{row['size']} {row['attention']}": row["failure"] for row in rows if "failure" in row}
-        return Outcome([], [], failures, request.folder, _show(rows, request), content)
+        return Outcome([], [], failures, request.folder, _show(rows, request), {**content, "results": rows})
 
     def plan(self, request: Request) -> Table:
         """A row for each size of model: what a step is, and how long its comparisons take."""

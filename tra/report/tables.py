@@ -182,14 +182,14 @@ def _is_best(mean: float, best: float) -> bool:
     return mean >= 0.005 and round(mean, 4) == round(best, 4)  # not what is shown as 0.00
 
 
-def _cell(records: Sequence[Record], field: str) -> tuple[float, str]:
+def _cell(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float, str]:
     """The mean over seeds of a field, and how it is written."""
     by_seed = grouped(records, lambda record: record.seed)
     # Lengths first, then seeds: the deviation is that between runs.
     mean, deviation = spread(
         [statistics.fmean(getattr(record.result, field) for record in some) for some in by_seed.values()]
     )
-    style = ".4g" if mean >= 1e5 else ".3f" if field == "perplexity_per_byte" else ".2f"
+    style = ".4g" if mean >= 1e5 else ".3f" if field == "perplexity_per_byte" else f".{digits}f"
     text = f"{mean:{style}}" + (f" ± {deviation:{style}}" if len(by_seed) > 1 else "")
     found = interval_of(records, field)
     return mean, text if found is None else f"{text} [{found[0]:{style}}, {found[1]:{style}}]"
@@ -229,7 +229,8 @@ def by_length_table(records: Sequence[Record]) -> Table:
     rows = []
     for (row, place), some in grouped(records, lambda record: (record.row, record.result.place)).items():
         at = grouped(some, lambda record: record.result.length)
-        rows.append([row, place, *(_cell(at[length], field)[1] if length in at else "" for length in lengths)])
+        cells = (_cell(at[length], field, digits=3)[1] if length in at else "" for length in lengths)
+        rows.append([row, place, *cells])
     counted = _sequences(records, lambda record: f"{record.result.length:,}")
     sets = len({record.result.place for record in records})
     headings = [f"{length:,}" for length in lengths]

@@ -1,0 +1,114 @@
+"""The measurements from beginning to end."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from tra.bench import cases, run, run_benchmarks
+from tra.bench.cases import Case
+from tra.bench.workloads import attention, native, papers_listing
+from tra.errors import RunError
+from tra.progress import shown
+
+
+def small_cases() -> list[Case]:
+    def ours() -> object:
+        return attention(native(), 1, 2, 63, 63)
+
+    others = {"SDPA": lambda: attention(papers_listing, 1, 2, 63, 63), "paper, eager": ours}
+    return [
+        Case("forward, every key", "1x2x63", ours, others, goal=0.5),
+        Case("decode one token", "1x2x63", ours, {"SDPA": ours}),
+    ]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cases that take no time; all others are listed in the test of cases."""
+    monkeypatch.setattr(run, "cases", small_cases)
+
+
+@pytest.mark.usefixtures("few")
+def test_every_row_has_its_ratio_and_the_first_comparison_its_goal(tmp_path: Path) -> None:
+    content = run_benchmarks(tmp_path / "new" / "folder", 0.01, "e")
+    rows = content["rows"]
+    assert [(row["what"], row["against"], row["goal"]) for row in rows] == [
+        ("forward, every key", "SDPA", 0.5),
+        ("forward, every key", "paper, eager", None),
+        ("decode one token", "SDPA", None),
+    ]
+    assert all(row["ratio"] == row["milliseconds"] / row["against_milliseconds"] for row in rows)
+    assert json.loads((tmp_path / "new" / "folder" / "bench.json").read_text()) == content
+    assert (tmp_path / "new" / "folder" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("few")
+def test_only_leaves_out_other_rows_and_what_belongs_to_all_of_them(tmp_path: Path) -> None:
+    content = run_benchmarks(tmp_path, 0.01, "decode one")
+    assert [row["what"] for row in content["rows"]] == ["decode one token"]
+    assert content["command"] == "tra bench --seconds 0.01 --only 'decode one'"
+    assert content["environment"]["cores"] >= 1
+    assert "share_of_sgemm" not in content
+    assert "peak_memory_megabytes" not in content
+
+
+@pytest.mark.usefixtures("few")
+def test_without_only_the_machines_share_and_peak_memory_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "share_of_sgemm", lambda seconds: 0.63)
+    monkeypatch.setattr(run, "peak_of_attention", lambda every_key: 411 if every_key else 263)
+    content = run_benchmarks(tmp_path, 0.01)
+    assert content["command"] == "tra bench --seconds 0.01"
+    assert content["share_of_sgemm"] == 0.63
+    assert content["peak_memory_megabytes"] == {"default tolerance": 263, "every key": 411}
+
+
+@pytest.mark.usefixtures("few")
+def test_rows_are_said_only_to_whoever_looks_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_benchmarks(tmp_path, 0.01, "decode")
+    assert capsys.readouterr().out == ""
+    with shown(Console(soft_wrap=True)):
+        run_benchmarks(tmp_path, 0.01, "decode")
+    assert capsys.readouterr().out.startswith("decode one token")
+
+
+def test_a_kernel_that_is_wrong_gets_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = run.threshold_relative_attention
+
+    def wrong(*tensors: torch.Tensor, impl: str) -> torch.Tensor:
+        out = right(*tensors, impl=impl)
+        return out if impl == "reference" else out * 1.01
+
+    monkeypatch.setattr(run, "threshold_relative_attention", wrong)
+    with pytest.raises(RunError, match="no figures: the kernel's results differ from the reference's"):
+        run_benchmarks(tmp_path / "none", 0.01, "decode")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_kernel_whose_gradients_are_wrong_gets_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = run.threshold_relative_attention
+
+    def wrong(*tensors: torch.Tensor, impl: str) -> torch.Tensor:
+        out = right(*tensors, impl=impl)
+        return out if impl == "reference" else out.detach() + (out - out.detach()) * 1.01
+
+    monkeypatch.setattr(run, "threshold_relative_attention", wrong)
+    with pytest.raises(RunError, match="no figures"):
+        run.check_kernel()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_time_must_be_positive(seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"seconds must be positive, got {seconds}"):
+        run_benchmarks(tmp_path, seconds)
+
+
+def test_decoding_is_measured_as_it_is_listed(tmp_path: Path) -> None:
+    """The real cases, those that take least."""
+    rows = run_benchmarks(tmp_path, 0.01, "decode one")["rows"]
+    assert [row["shape"] for row in rows] == ["1x8x4096", "1x8x65536", "8x8x4096", "8x8x65536"]
+    assert [row["goal"] for row in rows] == [case.goal for case in cases.cases() if case.what == "decode one token"]
