@@ -2,13 +2,9 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
-from tra.evaluation import evaluate_all
 from tra.model import DecoderConfig
-from tra.recipes import Evaluation, Recipe, TextData
-from tra.runs import store_results
-from tra.training import train
+from tra.recipes import Evaluation, Recipe
+from tra.runs import train
 
 SENTENCES = "The river rises in the hills . In 1847 the river flooded the town .\n"
 
@@ -26,7 +22,7 @@ def text_recipe(folder: Path, attention: str = "tra") -> Recipe:
         name="tiny",
         model=DecoderConfig(vocabulary=300, layers=2, heads=2, width=16, attention=attention, dropout=0.0),
         task="text",
-        text=TextData(str(folder), tokenizer="bpe-300"),
+        task_options={"train": str(folder), "tokenizer": "bpe-300"},
         length=16,
         steps=30,
         batch=8,
@@ -37,7 +33,4 @@ def text_recipe(folder: Path, attention: str = "tra") -> Recipe:
 
 def train_on_text(root: Path) -> Path:
     """The folder of a finished run."""
-    recipe, quiet = text_recipe(write_text(root / "text")), Console(quiet=True)
-    model = train(recipe, root / "run", console=quiet)
-    store_results(root / "run", recipe, recipe.steps, evaluate_all(model, recipe, recipe.evaluations, quiet))
-    return root / "run"
+    return train(text_recipe(write_text(root / "text")), root / "run").folder
