@@ -5,7 +5,7 @@ import torch
 
 import tra.tasks.copy
 from tests.tasks.reading import assert_even, read
-from tra.tasks import CopyRepeat, CopyUnique
+from tra.tasks import CopyRepeat, CopyUnique, Evaluation
 
 TASKS = [CopyUnique, CopyRepeat]
 
@@ -77,7 +77,7 @@ def test_sample_depends_on_the_generator_alone(task: type[CopyUnique]) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_evaluation_set_is_fixed_by_name_and_length(task: type[CopyUnique]) -> None:
     def texts(examples: int, batch: int) -> list[str]:
-        parts = task().evaluation_batches("copy", 6, examples, batch)
+        parts = task().evaluation_batches(Evaluation("copy", 6, examples), batch)
         return [task().text(tokens) for part in parts for tokens in part.tokens]
 
     first = texts(150, 10)
@@ -101,7 +101,7 @@ def test_wrong_argument_is_named(task: type[CopyUnique]) -> None:
     with pytest.raises(ValueError, match="alphabet must be at least 2, got 1"):
         task(1)
     with pytest.raises(ValueError, match="evaluation set must be one of copy, got 'coppy'; did you mean 'copy'"):
-        next(task().evaluation_batches("coppy", 6, 1, 1))
+        next(task().evaluation_batches(Evaluation("coppy", 6, 1), 1))
 
 
 def test_negative_length_is_named() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tra.tasks import Batch, FlipFlop
+from tra.tasks import Batch, Evaluation, FlipFlop
 
 SETS = {"iid": 0.8, "sparse": 0.98, "dense": 0.1}
 
@@ -43,7 +43,7 @@ def test_every_read_repeats_the_last_write_and_counts(ignore: float, length: int
 @pytest.mark.parametrize("name", sorted(SETS))
 def test_number_of_reads_follows_the_formula(name: str) -> None:
     examples, length = 2000, 512
-    batches = FlipFlop().evaluation_batches(name, length, examples, batch=64)
+    batches = FlipFlop().evaluation_batches(Evaluation(name, length, examples), batch=64)
     reads = sum(int(batch.counted.sum()) for batch in batches)
     share = (1 - SETS[name]) / 2
     expected = examples * (254 * share + 1)
@@ -72,7 +72,7 @@ def test_sample_depends_on_the_generator_alone() -> None:
 
 def test_evaluation_sets_are_fixed_by_name_and_length() -> None:
     def whole(name: str, length: int, examples: int, batch: int) -> torch.Tensor:
-        return torch.cat([part.tokens for part in FlipFlop().evaluation_batches(name, length, examples, batch)])
+        return torch.cat([part.tokens for part in FlipFlop().evaluation_batches(Evaluation(name, length, examples), batch)])
 
     first = whole("iid", 64, 150, 10)
     assert first.shape == (150, 64)
@@ -94,11 +94,11 @@ def test_wrong_length_is_named(length: int) -> None:
 
 def test_wrong_set_probability_and_size_are_named() -> None:
     with pytest.raises(ValueError, match="evaluation set must be one of dense, iid, sparse, got 'spars'; did you mean"):
-        next(FlipFlop().evaluation_batches("spars", 64, 1, 1))
+        next(FlipFlop().evaluation_batches(Evaluation("spars", 64, 1), 1))
     with pytest.raises(ValueError, match=r"ignore must be a probability in \[0, 1\], got 1.5"):
         FlipFlop(1.5)
     with pytest.raises(ValueError, match="examples must be at least 1, got 0"):
-        next(FlipFlop().evaluation_batches("iid", 64, 0, 1))
+        next(FlipFlop().evaluation_batches(Evaluation("iid", 64, 0), 1))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 
 import tra.tasks.induct
 from tests.tasks.reading import assert_even, read
-from tra.tasks import InductOnce, InductRecent
+from tra.tasks import Evaluation, InductOnce, InductRecent
 
 TASKS = [InductOnce, InductRecent]
 SHORTEST = {InductOnce: 2, InductRecent: 3}
@@ -97,7 +97,7 @@ def test_sample_depends_on_the_generator_alone(task: type[InductOnce]) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_evaluation_set_is_fixed_by_name_and_length(task: type[InductOnce]) -> None:
     def texts(examples: int, batch: int) -> list[str]:
-        parts = task().evaluation_batches("induct", 8, examples, batch)
+        parts = task().evaluation_batches(Evaluation("induct", 8, examples), batch)
         return [task().text(tokens) for part in parts for tokens in part.tokens]
 
     first = texts(150, 10)
@@ -119,4 +119,4 @@ def test_wrong_argument_is_named() -> None:
         with pytest.raises(ValueError, match="alphabet must be at least 2, got 1"):
             task(1)
         with pytest.raises(ValueError, match="evaluation set must be one of induct, got 'iid'"):
-            next(task().evaluation_batches("iid", 8, 1, 1))
+            next(task().evaluation_batches(Evaluation("iid", 8, 1), 1))

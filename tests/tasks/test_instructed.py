@@ -6,7 +6,7 @@ import torch
 
 import tra.tasks.instructed
 from tests.tasks.reading import assert_even, read
-from tra.tasks import Instructed
+from tra.tasks import Evaluation, Instructed
 from tra.tasks.instructed import RULES
 
 NAMES = ("copy", "reverse", "last", "next", "previous", "drop")
@@ -89,7 +89,7 @@ def test_sample_depends_on_the_generator_alone() -> None:
 
 def test_evaluation_sets_are_fixed_by_name_and_length() -> None:
     def texts(name: str, examples: int, batch: int) -> list[str]:
-        parts = Instructed().evaluation_batches(name, 5, examples, batch)
+        parts = Instructed().evaluation_batches(Evaluation(name, 5, examples), batch)
         return [Instructed().text(tokens) for part in parts for tokens in part.tokens]
 
     assert set(Instructed().evaluation_sets()) == {"all", *NAMES}
@@ -123,4 +123,4 @@ def test_wrong_argument_is_named() -> None:
     with pytest.raises(ValueError, match=f"instruction must be one of {names}, got 'revers'; did you mean 'reverse'"):
         Instructed(instruction="revers")
     with pytest.raises(ValueError, match=f"evaluation set must be one of all, {names}, got 'every'"):
-        next(Instructed().evaluation_batches("every", 5, 1, 1))
+        next(Instructed().evaluation_batches(Evaluation("every", 5, 1), 1))
