@@ -19,26 +19,38 @@ def test_import_loads_no_optional_dependency() -> None:
     assert loaded.stdout.strip() == "[]"
 
 
-def test_modules_import_only_from_those_before_them() -> None:
-    """ops, attention, model and tasks, recipes, then what works on runs, then the commands."""
-    order = [
-        {"version", "lookup", "errors", "files", "memory", "progress"},
-        {"ops"},
-        {"attention"},
-        {"model", "tasks"},
-        {"text"},
-        {"recipes"},
-        {"checkpoint", "hub", "report"},
-        {"evaluation", "figures", "runs"},
-        {"training"},
-        {"bench", "demo", "export", "grid", "inspection"},
-        {"cost", "generation", "reproduce"},
-        {"cli"},
-    ]
-    rank = {name: index for index, names in enumerate(order) for name in names}
-    package = Path(__file__).parent.parent / "tra"
-    for file in package.rglob("*.py"):
-        name = file.relative_to(package).parts[0].removesuffix(".py")
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tra"
+
+
+def order() -> list[set[str]]:
+    """The rooms as CONTRIBUTING lists them."""
+    layout = (ROOT / "CONTRIBUTING.md").read_text().split("## Layout", 1)[1].split("|", 1)[0]
+    chain = " ".join(line.strip() for line in layout.splitlines() if line.startswith("    "))
+    return [{name.strip() for name in names.split(",")} for names in chain.split("→")]
+
+
+def rank_of(name: str) -> int:
+    """Rooms joined by a plus may import each other."""
+    return next(index for index, names in enumerate(order()) if any(name in pair.split(" + ") for pair in names))
+
+
+def rooms() -> set[str]:
+    """What lies in the package: folders and modules."""
+    found = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    return {name for name in found if not name.startswith("__")}
+
+
+def test_contributing_lists_the_rooms_that_there_are() -> None:
+    listed = [name for names in order() for pair in names for name in pair.split(" + ")]
+    assert sorted(listed) == sorted(rooms())
+
+
+def test_modules_import_only_from_rooms_before_them() -> None:
+    rank = {name: rank_of(name) for name in rooms()}
+    friends = [set(pair.split(" + ")) for names in order() for pair in names]
+    for file in PACKAGE.rglob("*.py"):
+        name = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if name.startswith("__"):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
@@ -49,4 +61,21 @@ def test_modules_import_only_from_those_before_them() -> None:
             else:
                 continue
             for other in imported:
-                assert other == name or rank[other] < rank[name], f"{file.relative_to(package)} imports tra.{other}"
+                fine = rank[other] < rank[name] or any({other, name} <= pair for pair in friends)
+                assert fine, f"{file.relative_to(PACKAGE)} imports tra.{other}"
+
+
+def test_only_the_hub_imports_transformers() -> None:
+    for file in PACKAGE.rglob("*.py"):
+        if file.relative_to(PACKAGE).parts[0] != "hub":
+            for node in ast.walk(ast.parse(file.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not any(name.split(".")[0] == "transformers" for name in names), file
+
+
+def test_tests_mirror_the_package() -> None:
+    """A folder of the package has a folder of tests, and no other folder of tests there is."""
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")}
+    tested = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert tested == folders
