@@ -1,6 +1,6 @@
 """Examples in README and docs run as they stand, and the commands they name exist."""
 
-import json
+import importlib
 import re
 import shlex
 import subprocess
@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tyro
+
+from tra.cli import COMMANDS
+from tra.cli.options import parse, value_of
+from tra.recipes import build_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,9 +32,6 @@ def test_python_example_runs(page: Path, code: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_shell_examples_are_commands_with_options_that_exist(page: Path) -> None:
-    from tra import cli
-    from tra.recipes import RECIPES
-
     makefile = (ROOT / "Makefile").read_text()
     for line in "\n".join(blocks(page, "bash")).splitlines():
         words = shlex.split(line, comments=True)
@@ -39,13 +39,15 @@ def test_shell_examples_are_commands_with_options_that_exist(page: Path) -> None
             assert f"\n{words[1]}:" in makefile
         if "tra" in words:
             command, *rest = words[words.index("tra") + 1 :]
-            assert command in cli.DESCRIPTIONS
+            assert command in COMMANDS
+            module = importlib.import_module(f"tra.cli.{command}")
             if command == "train" and "--resume" in rest:
-                tyro.cli(cli.Resume, args=rest)
+                parse(module.Resume, rest, command)
             elif command == "train":
-                tyro.cli(cli.Train, args=rest[1:], default=cli.Train(RECIPES[rest[0]]()))
+                recipe = build_recipe(rest[0], value_of(rest, "--model.attention"))
+                parse(module.Train, rest[1:], command, module.Train(recipe=recipe))
             else:
-                tyro.cli(getattr(cli, command.capitalize()), args=rest)
+                parse(getattr(module, command.capitalize()), rest, command)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -59,13 +61,3 @@ def test_readme_shows_the_two_commands() -> None:
     assert {"make demo", "make test"} <= {
         line.split("#")[0].strip() for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines()
     }
-
-
-def test_learning_rates_of_the_small_table_are_those_that_were_measured_best() -> None:
-    from tra.recipes import table1
-    from tra.reproduce import best_rates, tuning_losses
-
-    stored = json.loads((ROOT / "docs" / "results" / "tuning" / "results.json").read_text())
-    trained = {rate: recipe["length"] for rate, recipe in stored["recipes"].items()}
-    best = best_rates(tuning_losses(stored["results"], trained))
-    assert {name: float(rate) for name, rate in best.items()} == table1.LEARNING_RATES

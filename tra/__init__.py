@@ -1,6 +1,6 @@
 """Threshold relative attention: attention that keeps working past its training length."""
 
-from tra.attention import MECHANISMS, Cache, ThresholdRelativeAttention
+from tra.attention import MECHANISMS, Cache, Context, ThresholdRelativeAttention
 from tra.model import SIZES, Decoder, DecoderConfig, sized
 from tra.ops import threshold_relative_attention
 from tra.version import __version__
@@ -9,6 +9,7 @@ __all__ = [
     "MECHANISMS",
     "SIZES",
     "Cache",
+    "Context",
     "Decoder",
     "DecoderConfig",
     "ThresholdRelativeAttention",
