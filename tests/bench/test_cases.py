@@ -1,23 +1,71 @@
 """What is measured against what."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from tra.bench.cases import Row, cases
+import pytest
 
-STORED = Path(__file__).parents[2] / "docs" / "results" / "bench" / "bench.json"
+from tra.bench import cases
+from tra.bench.cases import Case, Row
+from tra.model import DecoderConfig
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-def test_the_cases_are_those_of_the_stored_results() -> None:
-    stored = [
-        (row["what"], row["shape"], row["against"], row["goal"]) for row in json.loads(STORED.read_text())["rows"]
-    ]
-    found = [
-        (case.what, case.shape, against, case.goal if place == 0 else None)
-        for case in cases()
-        for place, against in enumerate(case.others)
-    ]
-    assert found == stored
+def case_of(what: str, shape: str) -> Case:
+    (found,) = (case for case in cases.cases() if (case.what, case.shape) == (what, shape))
+    return found
+
+
+@pytest.mark.parametrize("folder", ["bench", "generation"])
+def test_every_row_that_the_docs_quote_can_be_measured_again(folder: str) -> None:
+    stored = json.loads((RESULTS / folder / "bench.json").read_text())["rows"]
+    assert stored
+    found = {(case.what, case.shape, against) for case in cases.cases() for against in case.others}
+    assert {(row["what"], row["shape"], row["against"]) for row in stored} <= found
+
+
+@pytest.mark.parametrize(
+    "what, shape, expected",
+    [("forward, every key", "8x4x512", (8, 4, 512, 64)), ("decode one token", "1x8x4096", (1, 8, 1, 64))],
+)
+def test_both_sides_of_attention_have_the_shape_that_the_row_says(
+    what: str, shape: str, expected: tuple[int, ...]
+) -> None:
+    case = case_of(what, shape)
+    others = [prepare for against, prepare in case.others.items() if against != "paper, compiled"]
+    assert others
+    for prepare in (case.ours, *others):
+        assert prepare()().shape == expected
+
+
+@pytest.mark.parametrize(
+    "builder, what, shape, numbers",
+    [
+        ("new_token", "new token of a medium model", "1x4096", (4096,)),
+        ("training_step", "training step, medium model", "8x128", (8, 128)),
+    ],
+)
+def test_whole_models_are_compared_that_differ_in_the_mechanism_alone(
+    builder: str, what: str, shape: str, numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[DecoderConfig, tuple[int, ...]]] = []
+    monkeypatch.setattr(cases, builder, lambda config, *others: made.append((config, others)))
+    case = case_of(what, shape)
+    case.ours()
+    case.others["RoPE on SDPA"]()
+    (ours, same), (theirs, others) = made
+    assert same == others == numbers
+    assert (ours.attention, theirs.attention) == ("tra", "rope")
+    assert replace(ours, attention="rope") == theirs
+    assert builder == "new_token" or ours.dropout == 0.0, "with dropout PyTorch's attention leaves its fast path"
+
+
+def test_every_comparison_with_pytorch_has_a_goal_but_those_of_generation() -> None:
+    without = {case.what for case in cases.cases() if case.goal is None}
+    assert without == {"growth per doubling, default tolerance", "new token of a medium model"}
+    assert all(next(iter(case.others)) in ("SDPA", "RoPE on SDPA") for case in cases.cases() if case.goal is not None)
 
 
 def test_a_row_says_what_was_measured_and_what_is_wanted() -> None:
@@ -25,4 +73,4 @@ def test_a_row_says_what_was_measured_and_what_is_wanted() -> None:
     assert row.ratio == 0.75
     said = " ".join(str(row).split())
     assert said == "forward, every key 8x4x512 1.500 ms SDPA 2.000 ms 0.75x (goal 1)"
-    assert "goal" not in str(Row("forward, every key", "8x4x512", "paper, eager", 1.5, 2.0, goal=None))
+    assert "goal" not in str(replace(row, goal=None))
