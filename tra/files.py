@@ -1,5 +1,6 @@
 """Files that a reader, or a process that takes over after a kill, never sees half-written."""
 
+import glob
 import json
 import os
 import shutil
@@ -65,7 +66,10 @@ def remove_partial(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from making this file meanwhile; one that has to wait for them says so."""
+    """Keep other processes from making this file meanwhile; one that has to wait for them says so.
+
+    What a killed process left of it, or of a file that differs in its suffix alone, is removed.
+    """
     from filelock import FileLock, Timeout
 
     lock = FileLock(path.with_name(f".{path.name}.lock"))
@@ -75,6 +79,8 @@ def locked(path: Path) -> Iterator[None]:
         say(f"waiting for another process, which makes {path}")
         lock.acquire()
     try:
+        for left in path.parent.glob(f".{glob.escape(path.stem)}.*{PARTIAL}"):
+            _remove(left)
         yield
     finally:
         lock.release()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,11 @@ def say(text: str, style: str | None = None) -> None:
     """A line for whoever looks on."""
     console = _console.get()
     if console is not None:
-        console.print(text, style=style, markup=False, highlight=False)
+        _print(console, text, style)
+
+
+def _print(console: "Console", text: str, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, highlight=False)
 
 
 @contextmanager
@@ -66,11 +70,11 @@ def progress(description: str, total: int, unit: str, start: int = 0) -> Iterato
         with _bar(console, description, total, unit, start) as update:
             yield update
     else:
-        yield _lines(description, total, unit, start)
+        yield _lines(console, description, total, unit, start)
 
 
 @contextmanager
-def _bar(console: Any, description: str, total: int, unit: str, start: int) -> Iterator[Update]:
+def _bar(console: "Console", description: str, total: int, unit: str, start: int) -> Iterator[Update]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     clock = _Clock(start)
@@ -84,11 +88,11 @@ def _bar(console: Any, description: str, total: int, unit: str, start: int) -> I
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=total, completed=start, numbers="")
         yield lambda done, **numbers: bar.update(
-            task, completed=done, numbers=_format(numbers, clock.speed(done), unit)
+            task, completed=done, numbers=", ".join(_formatted(numbers, clock.speed(done), unit))
         )
 
 
-def _lines(description: str, total: int, unit: str, start: int) -> Update:
+def _lines(console: "Console", description: str, total: int, unit: str, start: int) -> Update:
     clock = _Clock(start)
     said, last = time.monotonic(), start
 
@@ -99,8 +103,10 @@ def _lines(description: str, total: int, unit: str, start: int) -> Update:
             return
         said, last = now, done
         speed = clock.speed(done)
-        left = f", {(total - done) / speed:.0f} s left" if speed > 0 else ""
-        say(f"{description}: {unit} {done}/{total}, {_format(numbers, speed, unit)}{left}")
+        left = [f"{(total - done) / speed:.0f} s left"] if speed > 0 else []
+        parts = [f"{unit} {done}/{total}", *_formatted(numbers, speed, unit), *left]
+        # To the console of the caller: a library may do the work in a thread of its own, which has none.
+        _print(console, f"{description}: {', '.join(parts)}")
 
     return update
 
@@ -115,8 +121,8 @@ class _Clock:
         return (done - self.start) / elapsed if elapsed > 0 else 0.0
 
 
-def _format(numbers: dict[str, float], speed: float, unit: str) -> str:
+def _formatted(numbers: dict[str, float], speed: float, unit: str) -> list[str]:
     parts = [f"{name} {value:.4g}" for name, value in numbers.items()]
     if speed > 0:
         parts.append(f"{speed:.3g} {unit if unit.isupper() else unit + 's'}/s")
-    return ", ".join(parts)
+    return parts

@@ -1,5 +1,6 @@
 """Text from folders and from the hub, and the pieces it is read in."""
 
+import hashlib
 import os
 import random
 import subprocess
@@ -12,7 +13,6 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 import tra.text.source
@@ -20,8 +20,6 @@ from tests.text.reading import ODD, odd_text, prose, write_folder
 from tra.cli import main
 from tra.errors import RunError
 from tra.text import Source, load_tokenizer
-
-QUIET = Console(quiet=True)
 
 
 def text_of(folder: Path, split: str = "train") -> str:
@@ -48,8 +46,8 @@ def write_parquet(path: Path, **columns: list[Any]) -> None:
         ("dev.raw", "valid"),
         ("TEST.txt", "test"),
         ("testing_2.tokens", "test"),
-        ("latest.txt", None),
-        ("trainer.txt", None),
+        ("latest.txt", "any"),
+        ("trainer.txt", "any"),
         ("train.csv", None),
         ("train", None),
         (".train.txt", None),
@@ -58,12 +56,13 @@ def write_parquet(path: Path, **columns: list[Any]) -> None:
     ],
 )
 def test_split_is_said_by_the_file_name(tmp_path: Path, name: str, split: str | None) -> None:
+    """A text whose files say none has all of them, divided."""
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir() if name.endswith("/") else path.touch()
     source = Source(str(tmp_path))
     for other in ("train", "valid", "test"):
-        if other == split:
+        if split in (other, "any"):
             assert source.files(other) == [path]
         else:
             with pytest.raises(ValueError, match=f"text must hold a {other} split: no file in"):
@@ -94,17 +93,30 @@ def test_rows_are_lines_whether_they_end_in_one_or_not(tmp_path: Path) -> None:
 
 def test_fingerprint_changes_whenever_the_text_does(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "one", "some text\n", "other text\n")
-    source = Source(str(folder))
-    before = source.fingerprint("train")
-    assert before != source.fingerprint("valid")
-    assert before == Source(str(write_folder(tmp_path / "two", "some text\n"))).fingerprint("train")
+
+    def fingerprint(split: str = "train", of: Path = folder) -> str:
+        return Source(str(of)).fingerprint(split)
+
+    before = fingerprint()
+    assert before != fingerprint("valid")
+    assert before == fingerprint(of=write_folder(tmp_path / "two", "some text\n"))
     os.utime(folder / "train.txt", (1, 1))
-    assert source.fingerprint("train") == before
+    assert fingerprint() == before
     (folder / "train.txt").write_text("some test\n")
-    assert source.fingerprint("train") != before
+    assert fingerprint() != before
     (folder / "train.txt").write_text("some text\n")
     (folder / "train-2.txt").write_text("more\n")
-    assert source.fingerprint("train") != before
+    assert fingerprint() != before
+
+
+def test_each_split_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(str(write_folder(tmp_path, "some text\n", "other text\n")))
+    hashed: list[str] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or digest(file, kind))
+    first = [source.fingerprint(split) for split in ("train", "valid")]
+    assert [source.fingerprint(split) for split in ("train", "valid")] == first
+    assert hashed == [str(tmp_path / "train.txt"), str(tmp_path / "valid.txt")]
 
 
 def test_the_folder_of_data_comes_before_a_path_and_both_before_the_hub(
@@ -255,7 +267,7 @@ def test_wrong_text_is_one_line_that_says_what_was_expected(
     folder, run = tmp_path / "text", tmp_path / "run"
     folder.mkdir()
     spoil(folder)
-    text = ["--text.train", str(folder), "--text.evaluation", str(folder), "--text.tokenizer", "bpe-300"]
+    text = ["--task-options", f"train={folder}", f"evaluation={folder}", "tokenizer=bpe-300"]
     assert main(["train", "wikitext103-small", *text, "--output", str(run)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("tra: error: " + message.format(folder=folder))
@@ -269,7 +281,7 @@ def gpt2_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """With merges for whatever ODD makes likely."""
     folder, rng = tmp_path_factory.mktemp("odd"), random.Random(1)
     write_folder(folder, "".join(odd_text(rng, 200) for _ in range(200)))
-    return load_tokenizer("bpe-700", Source(str(folder)), folder, QUIET)
+    return load_tokenizer("bpe-700", Source(str(folder)), folder)
 
 
 @pytest.fixture(scope="module")

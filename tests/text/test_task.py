@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.text.reading import prose, write_folder
-from tra.model import DecoderConfig, sized
-from tra.recipes import RECIPES, Evaluation, Recipe, TextData, figure2
+from tra.model import DecoderConfig
+from tra.recipes import Evaluation, Recipe
+from tra.tasks import Perplexity, ReadsText, Task, build_task
 from tra.text import Text, Tokens
 
 
@@ -61,7 +62,7 @@ def test_a_window_longer_than_the_text_is_refused(tmp_path: Path) -> None:
 def predictions(task: Text, length: int, examples: int | None, batch: int, stride: int | None) -> list[tuple[int, int]]:
     """Each token that is predicted, and how many stand before it. Token i of the text is i."""
     found = []
-    for part in task.evaluation_batches("valid", length, examples, batch, stride):
+    for part in task.evaluation_batches(Evaluation("valid", length, examples, stride), batch):
         assert 1 <= len(part) <= batch
         assert 2 <= part.tokens.shape[1] <= length + 1
         assert torch.equal(part.tokens, part.tokens[:, :1] + torch.arange(part.tokens.shape[1]))
@@ -121,12 +122,12 @@ def test_windows_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 def test_words_and_bytes_are_those_of_what_is_read(folder: Path) -> None:
     task, text = Text(str(folder), None, "bpe-270"), (folder / "valid.txt").read_text()
-    assert task.extent("valid", 16, None) == (len(text.split()), len(text.encode()))
+    assert task.extent(Evaluation("valid", 16, None)) == (len(text.split()), len(text.encode()))
     beginning = task.tokenizer.decode(task.tokens("valid").read()[: 5 * 16 + 1].tolist())
     assert text.startswith(beginning)
-    assert task.extent("valid", 16, 5) == (len(beginning.split()), len(beginning.encode()))
-    assert task.extent("valid", 16, 5)[1] < len(text) / 3
-    assert task.extent("valid", 16, 10**6) == task.extent("valid", 16, None)
+    assert task.extent(Evaluation("valid", 16, 5)) == (len(beginning.split()), len(beginning.encode()))
+    assert task.extent(Evaluation("valid", 16, 5))[1] < len(text) / 3
+    assert task.extent(Evaluation("valid", 16, 10**6)) == task.extent(Evaluation("valid", 16, None))
 
 
 def test_train_and_evaluation_may_be_different_texts_with_one_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -155,19 +156,19 @@ def test_wrong_evaluation_is_named(
     name: str, length: int, examples: int | None, stride: int | None, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        next(task_of(tmp_path, range(40)).evaluation_batches(name, length, examples, 1, stride))
+        next(task_of(tmp_path, range(40)).evaluation_batches(Evaluation(name, length, examples, stride), 1))
 
 
 def test_a_text_of_one_token_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="text must have at least 2 tokens to predict one, but test of nowhere"):
-        next(task_of(tmp_path, [7]).evaluation_batches("test", 8, None, 1))
+        next(task_of(tmp_path, [7]).evaluation_batches(Evaluation("test", 8, None), 1))
 
 
 TINY = Recipe(
     name="tiny-text",
     model=DecoderConfig(vocabulary=300, layers=1, heads=2, width=16),
     task="text",
-    text=TextData("nowhere", tokenizer="bpe-300"),
+    task_options={"train": "nowhere", "tokenizer": "bpe-300"},
     length=16,
     steps=3,
     batch=2,
@@ -178,23 +179,15 @@ TINY = Recipe(
 
 def test_a_recipe_reads_no_text_and_comes_back_from_json() -> None:
     assert Recipe.from_json(TINY.to_json()) == TINY
-    assert TINY.build_task().measure == "perplexity"
-    for recipe in (RECIPES["wikitext103"](), RECIPES["wikitext103-small"](), *figure2.smoke().values()):
-        assert Recipe.from_json(recipe.to_json()) == recipe
+    assert TINY.build_task().measure is Perplexity
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"text": None}, "text must be given for the task text and for no other, got None for text"),
-        ({"task": "flip_flop"}, r"text must be given for the task text and for no other, got TextData.* for flip_flop"),
-        ({"data": "hub"}, "data and alphabet must be left alone for text, got 'hub' and None"),
-        ({"alphabet": 10}, "data and alphabet must be left alone for text, got 'fresh' and 10"),
-    ],
-)
-def test_text_and_its_task_need_each_other(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(TINY, **changes)
+def test_text_reads_text_and_no_other_task_claims_to() -> None:
+    assert isinstance(build_task("text"), ReadsText)
+    assert build_task("text").texts() == ("wikitext-103", "wikitext-103")
+    assert build_task("text", {"train": "wikitext-2", "evaluation": "wikitext-103"}).texts()[1] == "wikitext-103"
+    assert not isinstance(build_task("flip_flop"), ReadsText)
+    assert not any(hasattr(Task, name) for name in ("tokenizer", "read", "texts", "with_tokenizer"))
 
 
 @pytest.mark.parametrize(
@@ -202,47 +195,54 @@ def test_text_and_its_task_need_each_other(changes: dict[str, object], message: 
     [
         ({"model": replace(TINY.model, vocabulary=299)}, "model.vocabulary must be at least 300 for text, got 299"),
         ({"length": 100_000}, r"length must be less than the \d,\d+ tokens of .*, got 100000"),
-        (
-            {"evaluations": (Evaluation("valid", 16, 4), Evaluation("dev", 16, 4))},
-            "evaluation set must be one of test,",
-        ),
-        ({"evaluations": (Evaluation("valid", 16, 4, stride=17),)}, "stride must be between 1 and the window of 16"),
-        ({"evaluations": (Evaluation("valid", 0, 4),)}, "length must be at least 1, got 0"),
     ],
 )
-def test_what_a_text_cannot_have_is_refused(changes: dict[str, object], message: str, folder: Path) -> None:
-    text = TextData(str(folder), tokenizer="bpe-300")
-    replace(TINY, text=text).check_task()
+def test_what_a_text_cannot_have_is_refused_once_it_is_read(
+    changes: dict[str, object], message: str, folder: Path
+) -> None:
+    def prepare(recipe: Recipe) -> None:
+        recipe.build_task().prepare(recipe.model.vocabulary, recipe.length, recipe.evaluations)
+
+    recipe = TINY.changed({"task_options": {"train": str(folder), "tokenizer": "bpe-300"}})
+    prepare(recipe)
     with pytest.raises(ValueError, match=message):
-        replace(TINY, text=text, **changes).check_task()
+        prepare(replace(recipe, **changes))
 
 
-def test_a_stride_is_for_texts_alone() -> None:
-    recipe = RECIPES["flip-flop-small"]()
-    with pytest.raises(ValueError, match="stride must be None for flip_flop, which is no text, got 4"):
-        replace(recipe, evaluations=(Evaluation("iid", 16, 4, stride=4),))
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (Evaluation("dev", 16, 4), "evaluation set must be one of test, valid, got 'dev'"),
+        (Evaluation("valid", 16, 4, stride=17), "stride must be between 1 and the window of 16"),
+        (Evaluation("valid", 0, 4), "length must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_evaluation_is_refused_before_anything_is_read(wrong: Evaluation, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, evaluations=(Evaluation("valid", 16, 4), wrong))
 
 
-def test_the_paper_scale_has_the_papers_numbers() -> None:
-    recipe = RECIPES["wikitext103"]()
-    assert figure2.paper() == {"wikitext103": recipe}
-    assert (recipe.model.layers, recipe.model.heads, recipe.model.width) == (8, 8, 512)
-    assert recipe.model.vocabulary == 50257
-    assert recipe.model == sized("medium")
-    assert (recipe.length, recipe.batch, recipe.steps) == (128, 64, 100_000)
-    assert recipe.text is not None
-    assert asdict(recipe.text) == {"train": "wikitext-103", "evaluation": None, "tokenizer": "gpt2"}
-    windows = [128, 256, 512, 1024, 2048, 4096]
-    assert [entry.length for entry in recipe.evaluations if entry.stride is None] == windows
-    assert [entry.length for entry in recipe.evaluations if entry.stride == 128] == windows
-    assert {(entry.name, entry.examples) for entry in recipe.evaluations} == {("test", None)}
-    assert (recipe.seed, recipe.precision, recipe.data) == (0, "no", "fresh")
+def test_lengths_that_a_recipe_does_not_name_read_as_much_as_those_it_does(tmp_path: Path) -> None:
+    task = task_of(tmp_path, range(40))
+    usual = (Evaluation("valid", 16, 8), Evaluation("valid", 64, 2), Evaluation("valid", 32, None))
+    assert [task.usual_examples(usual, "valid", length) for length in (16, 21, 64, 1000)] == [8, 6, 2, 1]
+    assert task.usual_examples(usual[2:], "valid", 16) is None
 
 
-def test_the_smaller_scales_train_on_one_text_and_are_measured_on_the_other() -> None:
-    for recipe in (RECIPES["wikitext103-small"](), figure2.smoke()["wikitext103"]):
-        assert recipe.text is not None
-        assert (recipe.text.train, recipe.text.evaluation) == ("wikitext-2", "wikitext-103")
-        assert recipe.text.tokenizer == f"bpe-{recipe.model.vocabulary}"
-        assert {entry.name for entry in recipe.evaluations} == {"valid"}
-        assert any(entry.stride for entry in recipe.evaluations)
+def test_a_run_of_another_length_is_measured_on_the_same_tokens_from_that_length_on() -> None:
+    usual = replace(
+        TINY,
+        length=128,
+        evaluations=(
+            Evaluation("valid", 128, 1024),
+            Evaluation("valid", 4096, 32),
+            Evaluation("valid", 1024, None, 512),
+        ),
+    )
+    measured = replace(usual, length=48).measured_like(usual).evaluations
+    assert measured == (
+        Evaluation("valid", 48, 2730),
+        Evaluation("valid", 1536, 85),
+        Evaluation("valid", 384, None, 192),
+    )
+    assert replace(usual, length=128).measured_like(usual) == usual

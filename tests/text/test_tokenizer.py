@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 import regex
-from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Tokenizer
 
 import tra.text.tokenizer
 from tests.text.reading import DATA, needs_data, odd_text, prose, write_folder
 from tra.text import Source, load_tokenizer
-
-QUIET = Console(quiet=True)
 
 ODD_TEXTS = [
     "Hello world",
@@ -80,7 +77,7 @@ class WrittenOut:
 def test_gpt2_from_a_folder_is_gpt2(source: Source, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"vocab": str(DATA / "gpt2" / "encoder.json"), "merges": str(DATA / "gpt2" / "vocab.bpe")}
     monkeypatch.setenv("TRA_DATA", str(DATA))
-    ours = load_tokenizer("gpt2", source, cache, QUIET)
+    ours = load_tokenizer("gpt2", source, cache)
     assert ours.encode("Hello world").ids == [15496, 995]
     assert ours.get_vocab_size() == 50257
     assert ours.encode("a<|endoftext|>b").ids == [64, 50256, 65]
@@ -92,7 +89,7 @@ def test_gpt2_from_a_folder_is_gpt2(source: Source, cache: Path, monkeypatch: py
         assert ids == written_out.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False)
         assert ours.decode(ids, skip_special_tokens=False) == text
-    again = load_tokenizer(str(DATA / "gpt2"), source, cache, QUIET)
+    again = load_tokenizer(str(DATA / "gpt2"), source, cache)
     assert again.to_str() == ours.to_str()
 
 
@@ -102,11 +99,11 @@ def test_files_of_a_byte_level_bpe_are_read_as_gpt2_reads_them(
 ) -> None:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    trained = load_tokenizer("bpe-500", source, cache, QUIET)
+    trained = load_tokenizer("bpe-500", source, cache)
     for name, written in zip(names, trained.model.save(str(tmp_path)), strict=True):
         (folder / name).write_bytes(Path(written).read_bytes())
     ours, written_out = (
-        load_tokenizer(str(folder), source, cache, QUIET),
+        load_tokenizer(str(folder), source, cache),
         WrittenOut(*(folder / name for name in names)),
     )
     rng = random.Random(3)
@@ -120,13 +117,13 @@ def test_files_of_a_byte_level_bpe_are_read_as_gpt2_reads_them(
 def test_a_stored_tokenizer_is_read_without_its_longest_text_and_padding(
     source: Source, cache: Path, tmp_path: Path
 ) -> None:
-    trained = load_tokenizer("bpe-300", source, cache, QUIET)
+    trained = load_tokenizer("bpe-300", source, cache)
     plain = trained.encode("a long text " * 50).ids
     trained.enable_truncation(max_length=7)
     trained.enable_padding(length=9)
     trained.post_processor = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     trained.save(str(tmp_path / "tokenizer.json"))
-    stored = load_tokenizer(str(tmp_path), source, cache, QUIET)
+    stored = load_tokenizer(str(tmp_path), source, cache)
     assert len(plain) > 100
     assert stored.encode("a long text " * 50, add_special_tokens=False).ids == plain
 
@@ -135,7 +132,7 @@ def test_a_stored_tokenizer_is_read_without_its_longest_text_and_padding(
 def test_a_trained_bpe_has_as_many_tokens_as_asked_for_and_any_text_comes_back(
     size: int, source: Source, cache: Path
 ) -> None:
-    tokenizer, rng = load_tokenizer(f"bpe-{size}", source, cache, QUIET), random.Random(size)
+    tokenizer, rng = load_tokenizer(f"bpe-{size}", source, cache), random.Random(size)
     assert tokenizer.get_vocab_size() == size
     planes = (range(0xD800), range(0xE000, 0x110000))
     anything = ["".join(chr(rng.choice(rng.choice(planes))) for _ in range(40)) for _ in range(50)]
@@ -148,17 +145,17 @@ def test_a_trained_bpe_has_as_many_tokens_as_asked_for_and_any_text_comes_back(
 def test_training_is_deterministic_and_depends_on_the_training_split_and_the_size(
     source: Source, tmp_path: Path
 ) -> None:
-    first, second = (load_tokenizer("bpe-400", source, tmp_path / name, QUIET) for name in ("first", "second"))
+    first, second = (load_tokenizer("bpe-400", source, tmp_path / name) for name in ("first", "second"))
     assert first.to_str() == second.to_str()
     (one,), (two,) = ((tmp_path / name).glob("*.json") for name in ("first", "second"))
     assert one.name == two.name
-    load_tokenizer("bpe-401", source, tmp_path / "first", QUIET)
+    load_tokenizer("bpe-401", source, tmp_path / "first")
     assert source.folder is not None
     (source.folder / "valid.txt").write_text("of no matter\n")
-    load_tokenizer("bpe-400", source, tmp_path / "first", QUIET)
+    load_tokenizer("bpe-400", Source(source.name), tmp_path / "first")
     assert len(list((tmp_path / "first").glob("*.json"))) == 2
     (source.folder / "train.txt").write_text("the the the then their there\n" * 9)
-    other = load_tokenizer("bpe-400", source, tmp_path / "first", QUIET)
+    other = load_tokenizer("bpe-400", Source(source.name), tmp_path / "first")
     assert len(list((tmp_path / "first").glob("*.json"))) == 3
     assert len(other.encode(" the").ids) == 1 < len(first.encode(" the").ids)
 
@@ -166,15 +163,15 @@ def test_training_is_deterministic_and_depends_on_the_training_split_and_the_siz
 def test_merges_are_those_of_the_most_frequent_pairs(tmp_path: Path) -> None:
     """By hand: "ab" occurs 5 times, then "abc" 3 times, then " abc" 2 times."""
     source = Source(str(write_folder(tmp_path / "text", "abc abc\nab\nab\n abc\n")))
-    sizes = {size: load_tokenizer(f"bpe-{size}", source, tmp_path / "cache", QUIET) for size in (257, 258, 259, 260)}
+    sizes = {size: load_tokenizer(f"bpe-{size}", source, tmp_path / "cache") for size in (257, 258, 259, 260)}
     tokens = {size: tokenizer.encode(" abc").tokens for size, tokenizer in sizes.items()}
     assert tokens == {257: ["Ġ", "a", "b", "c"], 258: ["Ġ", "ab", "c"], 259: ["Ġ", "abc"], 260: ["Ġabc"]}
 
 
 def test_training_reads_the_text_once_for_all(source: Source, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = load_tokenizer("bpe-300", source, cache, QUIET)
+    trained = load_tokenizer("bpe-300", source, cache)
     monkeypatch.setattr(Source, "pieces", None)
-    assert load_tokenizer("bpe-300", source, cache, QUIET).to_str() == trained.to_str()
+    assert load_tokenizer("bpe-300", source, cache).to_str() == trained.to_str()
     assert not list(cache.glob(".*.partial"))
 
 
@@ -182,26 +179,26 @@ def test_training_reads_the_text_once_for_all(source: Source, cache: Path, monke
 def test_too_few_tokens_are_refused(name: str, source: Source, cache: Path) -> None:
     message = f"tokenizer must be bpe-N with N at least 257, the bytes and an end of text, got '{name}'"
     with pytest.raises(ValueError, match=message):
-        load_tokenizer(name, source, cache, QUIET)
+        load_tokenizer(name, source, cache)
 
 
 def test_what_is_no_tokenizer_is_named(source: Source, cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer must be gpt2, bpe-N, or a folder with .* got 'gpt3'"):
-        load_tokenizer("gpt3", source, cache, QUIET)
+        load_tokenizer("gpt3", source, cache)
     (tmp_path / "encoder.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer must be gpt2, bpe-N, or a folder with .* got '/"):
-        load_tokenizer(str(tmp_path), source, cache, QUIET)
+        load_tokenizer(str(tmp_path), source, cache)
     (tmp_path / "vocab.bpe").write_text("a b c d\n")
     with pytest.raises(ValueError, match=f"tokenizer must be readable, but that in {tmp_path} is not: ") as caught:
-        load_tokenizer(str(tmp_path), source, cache, QUIET)
+        load_tokenizer(str(tmp_path), source, cache)
     assert "\n" not in str(caught.value)
     (tmp_path / "tokenizer.json").write_text('{"version": 1')
     with pytest.raises(ValueError, match=f"tokenizer must be readable, but that in {tmp_path} is not: "):
-        load_tokenizer(str(tmp_path), source, cache, QUIET)
+        load_tokenizer(str(tmp_path), source, cache)
 
 
 def test_any_other_stored_tokenizer_is_taken_as_it_is(source: Source, cache: Path, tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"<unk>": 0, "ka": 1, "to": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(str(tmp_path), source, cache, QUIET).encode("to ka mi").ids == [2, 1, 0]
+    assert load_tokenizer(str(tmp_path), source, cache).encode("to ka mi").ids == [2, 1, 0]

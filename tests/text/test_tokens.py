@@ -24,12 +24,11 @@ import tra.text.source
 import tra.text.tokens
 from tests.faults import full_disk
 from tests.text.reading import DATA, needs_data, odd_text, prose, write_folder
+from tra.bench.memory import added_megabytes, measurable
 from tra.cli import main
-from tra.memory import added_megabytes, measurable
+from tra.progress import shown
 from tra.text import Source, Text, Tokens, load_tokenizer, prepare
 from tra.text.tokenizer import size_of
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def source(tmp_path: Path) -> Source:
 
 @pytest.fixture
 def tokenizer(source: Source, cache: Path) -> Tokenizer:
-    return load_tokenizer("bpe-300", source, cache, QUIET)
+    return load_tokenizer("bpe-300", source, cache)
 
 
 def files_of(cache: Path) -> set[str]:
@@ -64,7 +63,7 @@ def test_tokens_are_those_of_the_whole_text_mapped_and_not_loaded(
     monkeypatch.setattr(tra.text.source, "PIECE", 777)
     for split in ("train", "valid", "test"):
         text = "".join(source.pieces(split))
-        tokens = prepare(source, split, tokenizer, cache, QUIET)
+        tokens = prepare(source, split, tokenizer, cache)
         read = tokens.read()
         assert isinstance(read, numpy.memmap)
         assert read.mode == "r"
@@ -80,7 +79,7 @@ def test_wikitext_has_the_known_number_of_tokens(
 ) -> None:
     monkeypatch.setenv("TRA_DATA", str(DATA))
     source = Source(name)
-    tokens = prepare(source, split, load_tokenizer("gpt2", source, cache, QUIET), cache, QUIET)
+    tokens = prepare(source, split, load_tokenizer("gpt2", source, cache), cache)
     assert tokens.count == count
     assert tokens.words == {"valid": 213_886, "test": 241_211}[split]
     assert tokens.bytes == source.files(split)[0].stat().st_size
@@ -93,8 +92,8 @@ def test_the_training_articles_have_the_known_number_of_tokens_and_come_back(
     """Two and a half million, which takes a quarter of a minute."""
     monkeypatch.setenv("TRA_DATA", str(DATA))
     source = Source("wikitext-2")
-    tokenizer = load_tokenizer("gpt2", source, cache, QUIET)
-    tokens = prepare(source, "train", tokenizer, cache, QUIET)
+    tokenizer = load_tokenizer("gpt2", source, cache)
+    tokens = prepare(source, "train", tokenizer, cache)
     assert tokens.count == 2_448_382
     assert tokens.dtype == "uint16"
     end = tokenizer.decode(tokens.read()[-5000:].tolist(), skip_special_tokens=False)
@@ -106,7 +105,7 @@ def test_two_bytes_hold_a_token_wherever_they_can(
     vocabulary: int, dtype: str, source: Source, cache: Path, tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "numbers", f"7 {vocabulary - 1} 0 {vocabulary - 2}\n")
-    tokens = prepare(Source(str(folder)), "train", words_of_numbers(vocabulary), cache, QUIET)
+    tokens = prepare(Source(str(folder)), "train", words_of_numbers(vocabulary), cache)
     assert tokens.dtype == dtype == str(tokens.read().dtype)
     assert tokens.read().tolist() == [7, vocabulary - 1, 0, vocabulary - 2]
     assert tokens.path.stat().st_size == 4 * numpy.dtype(dtype).itemsize
@@ -115,29 +114,29 @@ def test_two_bytes_hold_a_token_wherever_they_can(
 def test_tokens_are_made_once(
     source: Source, tokenizer: Tokenizer, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = prepare(source, "train", tokenizer, cache, QUIET)
+    first = prepare(source, "train", tokenizer, cache)
     content = first.read().tolist()
     with monkeypatch.context() as patch:
         patch.setattr(Source, "pieces", None)
-        again = prepare(Source(source.name), "train", tokenizer, cache, QUIET)
+        again = prepare(Source(source.name), "train", tokenizer, cache)
     assert again == first
     assert files_of(cache) == {first.path.name, first.path.with_suffix(".json").name}
     first.path.unlink()  # to save space, say
-    assert prepare(source, "train", tokenizer, cache, QUIET).read().tolist() == content
+    assert prepare(source, "train", tokenizer, cache).read().tolist() == content
 
 
 def test_tokens_are_named_by_source_tokenizer_and_version(
     source: Source, tokenizer: Tokenizer, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def path(given: Source = source, by: Tokenizer = tokenizer, split: str = "train") -> Path:
-        return prepare(given, split, by, cache, QUIET).path
+        return prepare(given, split, by, cache).path
 
     original = path()
     assert re.fullmatch(r"train-[0-9a-f]{16}\.tokens", original.name)
     copy = Source(str(write_folder(tmp_path / "copy", prose(1, 4000))))
     changed = Source(str(write_folder(tmp_path / "changed", prose(1, 4001))))
     assert path(copy) == original
-    others = [path(changed), path(by=load_tokenizer("bpe-301", source, cache, QUIET)), path(split="valid")]
+    others = [path(changed), path(by=load_tokenizer("bpe-301", source, cache)), path(split="valid")]
     special = Tokenizer.from_str(tokenizer.to_str())
     special.add_tokens(["kato"])
     others.append(path(by=special))
@@ -203,7 +202,7 @@ def test_of_two_processes_one_makes_tokenizer_and_tokens_and_both_read_the_same(
 
 def test_a_process_that_waits_for_another_says_so(source: Source, tokenizer: Tokenizer, cache: Path) -> None:
     console = Console(file=io.StringIO(), soft_wrap=True)
-    made = prepare(source, "train", tokenizer, cache, QUIET)
+    made = prepare(source, "train", tokenizer, cache)
     held = threading.Event()
 
     def hold() -> None:
@@ -213,7 +212,8 @@ def test_a_process_that_waits_for_another_says_so(source: Source, tokenizer: Tok
 
     threading.Thread(target=hold).start()
     held.wait()
-    assert prepare(source, "train", tokenizer, cache, console) == made
+    with shown(console):
+        assert prepare(source, "train", tokenizer, cache) == made
     assert console.file.getvalue() == f"waiting for another process, which makes {made.path}\n"
 
 
@@ -223,7 +223,7 @@ def test_tokens_fit_however_few_of_the_numbers_are_used(largest: int, dtype: str
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     assert source.folder is not None
     (source.folder / "train.txt").write_text("in the end the rest")
-    tokens = prepare(source, "train", tokenizer, cache, QUIET)
+    tokens = prepare(source, "train", tokenizer, cache)
     assert tokens.read().tolist() == [0, largest, 0, largest, 0]
     assert tokens.dtype == dtype
     assert size_of(tokenizer) == largest + 1
@@ -243,7 +243,7 @@ def test_killed_in_the_middle_it_leaves_nothing_that_looks_complete(
     process.communicate()
     (partial,) = files_of(cache)
     assert partial.startswith(".")
-    tokens = prepare(source, "train", tokenizer, cache, QUIET)
+    tokens = prepare(source, "train", tokenizer, cache)
     assert tokens.read().tolist() == tokenizer.encode("".join(source.pieces("train"))).ids
     assert files_of(cache) == {tokens.path.name, tokens.path.with_suffix(".json").name}
 
@@ -255,12 +255,12 @@ def test_stopped_between_the_two_files_it_begins_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tra.text.tokens, "write_whole", stop)
+        patch.setattr(tra.text.tokens, "write_json", stop)
         with pytest.raises(KeyboardInterrupt):
-            prepare(source, "train", tokenizer, cache, QUIET)
+            prepare(source, "train", tokenizer, cache)
     (alone,) = cache.glob("*.tokens")
     alone.write_bytes(b"what another version may have left")
-    tokens = prepare(source, "train", tokenizer, cache, QUIET)
+    tokens = prepare(source, "train", tokenizer, cache)
     assert tokens.path == alone
     assert tokens.read().tolist() == tokenizer.encode("".join(source.pieces("train"))).ids
 
@@ -272,16 +272,16 @@ def test_a_full_disk_is_named_with_its_file_and_nothing_is_left(
     monkeypatch.setattr(tra.text.source, "PIECE", 3000)
     size = 2 * len(tokenizer.encode("".join(source.pieces("train"))).ids)
     with full_disk(size - missing), pytest.raises(OSError, match=r"File too large: '.*/train-[0-9a-f]{16}\.tokens'"):
-        prepare(source, "train", tokenizer, cache, QUIET)
+        prepare(source, "train", tokenizer, cache)
     assert files_of(cache) == set()
     with full_disk(size):
-        assert prepare(source, "train", tokenizer, cache, QUIET).count == size / 2
+        assert prepare(source, "train", tokenizer, cache).count == size / 2
 
 
 def test_a_full_disk_ends_the_command_with_one_line(
     source: Source, tokenizer: Tokenizer, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = ["--text.train", source.name, "--text.evaluation", source.name, "--text.tokenizer", "bpe-300"]
+    text = ["--task-options", f"train={source.name}", f"evaluation={source.name}", "tokenizer=bpe-300"]
     with full_disk(15_000):
         assert main(["train", "wikitext103-small", *text, "--output", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
@@ -297,7 +297,7 @@ def test_an_unreadable_source_is_named_itself(
 
     monkeypatch.setattr(Source, "pieces", pieces)
     with pytest.raises(FileNotFoundError, match=re.escape("No such file or directory: '/nowhere/at-all.txt'")):
-        prepare(source, "valid", tokenizer, cache, QUIET)
+        prepare(source, "valid", tokenizer, cache)
     assert files_of(cache) == set()
 
 
@@ -306,19 +306,19 @@ def test_progress_is_shown(source: Source, cache: Path, monkeypatch: pytest.Monk
     (source.folder / "train.txt").write_text("to be or not to be\n" * 120_000)
     monkeypatch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
     console = Console(file=io.StringIO(), width=200)
-    prepare(source, "train", load_tokenizer("bpe-270", source, cache, console), cache, console)
+    with shown(console):
+        prepare(source, "train", load_tokenizer("bpe-270", source, cache), cache)
     lines = console.file.getvalue().splitlines()
     for what in ("bpe-270", "tokens"):
-        shown = rf"{what} of {source.name}, train: MB {{}}/2, [\d.e+]+ MB/s, \d+ s left"
+        line_of = rf"{what} of {source.name}, train: MB {{}}/2, [\d.e+]+ MB/s, \d+ s left"
         for done in (1, 2):
-            assert any(re.fullmatch(shown.format(done), line) for line in lines)
+            assert any(re.fullmatch(line_of.format(done), line) for line in lines)
 
 
 MEMORY = """
 import random, sys
 from pathlib import Path
-from rich.console import Console
-from tra.memory import added_megabytes
+from tra.bench.memory import added_megabytes
 from tra.text import Source, load_tokenizer, prepare
 
 folder, cache, rng = Path(sys.argv[1]), Path(sys.argv[2]), random.Random(0)
@@ -326,11 +326,11 @@ folder.mkdir()
 words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(4, 12))) for _ in range(2000)]
 block = " ".join(rng.choices(words, k=115_000)) + "\\n"
 (folder / "train.txt").write_text(block)
-tokenizer = load_tokenizer("bpe-3000", Source(str(folder)), cache, Console(quiet=True))
+tokenizer = load_tokenizer("bpe-3000", Source(str(folder)), cache)
 with open(folder / "train.txt", "w") as file:
     for _ in range(8):
         file.write(block)
-print(added_megabytes(lambda: prepare(Source(str(folder)), "train", tokenizer, cache, Console(quiet=True))))
+print(added_megabytes(lambda: prepare(Source(str(folder)), "train", tokenizer, cache)))
 """
 
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -35,8 +36,8 @@ ROWS = 1000
 SHARES = {"train": (0.0, 0.9), "valid": (0.9, 0.95), "test": (0.95, 1.0)}
 """Of a text whose files say no split, the part that each split is, by characters."""
 
-CUT_WITHIN = 10_000
-"""Characters after the exact place of such a cut in which it moves on to the end of a line, or else of a word."""
+CUT_WITHIN = 0.025
+"""How far such a cut may move on to the end of a line, or else of a word, so that no split is left empty."""
 
 BOUNDARIES = (re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)"), re.compile(r"(?=[ \t\r\n]\w)"))
 """A space before a word belongs to it, and a single line break to nothing else. Where a text has neither: of several
@@ -152,14 +153,20 @@ class Source:
         if rest:
             yield rest
 
-    def shown(self, split: str, what: str) -> Iterator[str]:
-        """The pieces of a split, with progress through them."""
-        total, size = self.megabytes(split), 0
-        with progress(f"{what} of {self.name}, {split}", total, "MB") as update:
+    @contextmanager
+    def shown(self, split: str, what: str) -> Iterator[Iterator[str]]:
+        """The pieces of a split, with progress through them, whichever thread asks for them."""
+        total = self.megabytes(split)
+
+        def pieces() -> Iterator[str]:
+            size = 0
             for piece in self.pieces(split):
                 yield piece
                 size += len(piece.encode())
                 update(min(total, size >> 20))
+
+        with progress(f"{what} of {self.name}, {split}", total, "MB") as update:
+            yield pieces()
 
     def _chunks(self, split: str) -> Iterator[str]:
         """The text of a split in parts of any size; every file ends a line."""
@@ -179,7 +186,7 @@ class Source:
             exact = int(share * total)
             if exact in (0, total):
                 return exact
-            following = "".join(_between(_texts(self.everything), exact, exact + CUT_WITHIN))
+            following = "".join(_between(_texts(self.everything), exact, exact + int(CUT_WITHIN * total)))
             return exact + (following.find("\n") + 1 or following.find(" ") + 1)
 
         return {split: (moved(first), moved(last)) for split, (first, last) in SHARES.items()}

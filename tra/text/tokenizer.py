@@ -87,7 +87,8 @@ def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
                 initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
                 show_progress=False,
             )
-            tokenizer.train_from_iterator(source.shown("train", name), trainer)
+            with source.shown("train", name) as pieces:
+                tokenizer.train_from_iterator(pieces, trainer)
             write_text(path, tokenizer.to_str())
     return Tokenizer.from_file(str(path))
 

@@ -52,8 +52,8 @@ def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path) -> dict
     dtype = "uint16" if size_of(tokenizer) <= 1 << 16 else "uint32"
     count = words = size = 0
     with written_aside(path) as aside:
-        with open(aside, "wb") as file:
-            for piece in source.shown(split, "tokens"):
+        with open(aside, "wb") as file, source.shown(split, "tokens") as pieces:
+            for piece in pieces:
                 ids = numpy.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
                 file.write(ids.tobytes())
                 count += len(ids)

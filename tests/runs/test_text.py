@@ -25,8 +25,6 @@ from tra.tasks import Batch
 from tra.text import Text
 from tra.training import summed_loss, train, training_batches
 
-QUIET = Console(quiet=True)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
