@@ -1,0 +1,64 @@
+"""How a run is spread over processes and devices, and who else is told how it goes: all through accelerate."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
+
+from tra.lookup import lookup
+from tra.model import Block
+from tra.recipes import Recipe
+
+TRACKERS = tuple(sorted(LOGGER_TYPE_TO_CLASS))
+"""The names of the trackers that accelerate knows."""
+
+
+def make_accelerator(recipe: Recipe, folder: Path, track: Sequence[str] = ()) -> Accelerator:
+    """Accelerate's view of this process: alone, or one of those that torchrun or accelerate launch started."""
+    check_trackers(track)
+    # Accelerate remembers a process's first run; another recipe may want another precision, and the process group
+    # of a finished run is gone.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    sharding = _sharding() if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=recipe.precision,
+        fsdp_plugin=sharding,
+        log_with=list(track) or None,
+        project_dir=folder,
+    )
+    if sharding is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # Accelerate shards on accelerators alone and would give replicas in silence; PyTorch shards on the CPU too.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = sharding
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    return accelerator
+
+
+def check_trackers(track: Sequence[str]) -> None:
+    """Raise a ValueError for a tracker that accelerate does not know or whose library is not installed."""
+    from accelerate.tracking import get_available_trackers
+
+    installed = {str(name) for name in get_available_trackers()}
+    for name in track:
+        lookup(dict.fromkeys(TRACKERS), name, "track")
+        if name not in installed:
+            raise ValueError(f"track must name an installed tracker: {name} is not, pip install {name}")
+
+
+def _sharding() -> FullyShardedDataParallelPlugin:
+    """How FSDP divides a decoder: block by block."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[Block.__name__],
+        cpu_ram_efficient_loading=False,  # every process draws the same weights: nothing to send around
+        # The precision of a recipe is autocast, sharded or not: weights and the sum of gradients stay float32.
+        mixed_precision_policy=MixedPrecisionPolicy(),
+    )
