@@ -12,17 +12,20 @@ Nothing that lies in a file causes an import: a stored run names the plug-in it 
 import importlib
 import importlib.util
 import sys
+import traceback
 import warnings
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from tra.errors import RunError
 from tra.lookup import lookup
 
 GROUP = "tra.plugins"
-KINDS = ("MECHANISMS", "TASKS", "RECIPES")
+KINDS = {"MECHANISMS": "tra.attention", "TASKS": "tra.tasks", "RECIPES": "tra.recipes"}
+"""What a plug-in may bring, and where the built-in ones are."""
 
 Value = TypeVar("Value")
 
@@ -33,13 +36,22 @@ _installed_done = False
 
 
 def load(name: str) -> ModuleType:
-    """Import a plug-in, once: the name of a module, or a path ending in .py, which is known by its last part."""
-    known = Path(name).name if name.endswith(".py") else name
-    if known not in _loaded:
-        _add(known, _import(name))
-        if name.endswith(".py"):
-            _paths[known] = str(Path(name).absolute())
-    return _loaded[known]
+    """Import a plug-in, once: the name of a module, or a path ending in .py, which is known by its last part.
+
+    Raises a ValueError if there is no such module, or if it brings a name that is taken, and a RunError with the place
+    if it fails itself.
+    """
+    if not name.endswith(".py"):
+        if name not in _loaded:
+            _add(name, _import(name))
+        return _loaded[name]
+    path = Path(name).absolute()
+    if path.name not in _loaded:
+        _add(path.name, _import_file(path))
+        _paths[path.name] = str(path)
+    elif _paths.get(path.name) != str(path):
+        raise ValueError(f"plugin {name} must have a name of its own: {_paths[path.name]} is loaded already")
+    return _loaded[path.name]
 
 
 def load_installed() -> None:
@@ -49,19 +61,29 @@ def load_installed() -> None:
         return
     _installed_done = True
     for entry in entry_points(group=GROUP):
-        if entry.module in _loaded:
-            continue
         try:
-            _add(entry.module, entry.load())
+            if entry.module not in _loaded:
+                _add(entry.module, _import_entry(entry))
             if entry.dist is not None:
                 _versions[entry.module] = f"{entry.dist.name} {entry.dist.version}"
         except Exception as error:  # somebody else's module may raise anything
-            warnings.warn(f"plug-in {entry.module} could not be loaded: {error}", stacklevel=2)
+            warnings.warn(f"plug-in {entry.module} is installed and left out: {error}", stacklevel=2)
 
 
 def loaded() -> tuple[str, ...]:
     """What `load` must be given in a process that is to have the same plug-ins."""
     return tuple(_paths.get(name, name) for name in _loaded)
+
+
+def described() -> dict[str, str]:
+    """Of every plug-in, the package that it came with or its file, and the names that it brings."""
+    load_installed()
+    found = {}
+    for name, module in _loaded.items():
+        names = [entry for kind in KINDS for entry in _of(module, kind)]
+        origin = _versions.get(name) or _paths.get(name) or "loaded by name"
+        found[name] = f"{origin}: {', '.join(names) or 'no names'}"
+    return found
 
 
 def every(kind: str, built_in: Mapping[str, Value]) -> dict[str, Value]:
@@ -87,46 +109,87 @@ def versions(names: list[str]) -> dict[str, str]:
     return {name: _versions.get(name, "") for name in names}
 
 
-def require(names: list[str]) -> None:
-    """Raise a ValueError unless these plug-ins are loaded, or installed and now loaded."""
-    load_installed()
+def require(names: Any) -> None:
+    """Raise a RunError that says how to get them unless these plug-ins, which a file names, are loaded or installed.
+
+    Only installed ones are loaded: what a file says imports nothing.
+    """
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"plugins must be a list of names, got {names!r}")
+    if names:
+        load_installed()
     for name in names:
         if name not in _loaded:
-            raise ValueError(
+            place = f"PATH/{name}" if name.endswith(".py") else name
+            raise RunError(
                 f"the plug-in {name} is needed and not loaded: install the package that brings it, or give "
-                f"--plugin {name} (in Python: tra.plugins.load({name!r}))"
+                f"--plugin {place} (in Python: tra.plugins.load({place!r}))"
             )
 
 
 def _import(name: str) -> ModuleType:
-    if not name.endswith(".py"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-                raise  # something that the plug-in itself imports
-            raise ValueError(f"plugin must be the name of a module or a path ending in .py, got {name!r}") from error
-    path = Path(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"plugin must be the name of a module or a path ending in .py, got {name!r}: {error}"
+            ) from error
+        raise RunError(_what_failed(name, error)) from error  # something that the plug-in itself imports
+    except Exception as error:
+        raise RunError(_what_failed(name, error)) from error
+
+
+def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"plugin must be a file that exists, got {name!r}")
+        raise ValueError(f"plugin must be a file that exists, got {str(path)!r}")
     spec = importlib.util.spec_from_file_location(f"tra_plugin_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # as an import does: dataclasses look themselves up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise RunError(_what_failed(str(path), error)) from error
     return module
 
 
+def _import_entry(entry: EntryPoint) -> ModuleType:
+    if entry.attr:
+        raise ValueError(f"its entry point must name a module, got {entry.value!r}")
+    return _import(entry.module)
+
+
+def _what_failed(name: str, error: Exception) -> str:
+    """One line: what was raised, and where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    line, file = (error.lineno, error.filename) if isinstance(error, SyntaxError) else (place.lineno, place.filename)
+    said = (str(error).splitlines() or [""])[0]
+    return f"plug-in {name} could not be loaded: {type(error).__name__}: {said} ({file}, line {line})"
+
+
 def _add(name: str, module: ModuleType) -> None:
+    """Accept a module whose dicts are as they should be and whose names are all new."""
     for kind in KINDS:
-        names = _of(module, kind)
         built_in = _built_in(kind)
-        for entry in names:
+        for entry, value in _of(module, kind).items():
             other = "tra" if entry in built_in else source(kind, entry)
             if other is not None:
                 raise ValueError(f"plug-in {name} must bring new names, but {other} has {entry!r} in {kind} already")
+            _check_value(f"{entry!r} in {kind} of plug-in {name}", kind, value)
     _loaded[name] = module
+
+
+def _check_value(what: str, kind: str, value: Any) -> None:
+    if kind == "MECHANISMS":
+        from tra.attention import Attention
+
+        if not (isinstance(value, type) and issubclass(value, Attention)):
+            raise ValueError(f"{what} must be a subclass of tra.attention.Attention, got {value!r}")
+    elif not callable(value):
+        raise ValueError(f"{what} must be a class or a function, got {value!r}")
 
 
 def _of(module: ModuleType, kind: str) -> dict[str, Any]:
@@ -138,5 +201,4 @@ def _of(module: ModuleType, kind: str) -> dict[str, Any]:
 
 def _built_in(kind: str) -> Mapping[str, Any]:
     # A plug-in is loaded long after these; their modules import this one.
-    home = {"MECHANISMS": "tra.attention", "TASKS": "tra.tasks", "RECIPES": "tra.recipes"}[kind]
-    return getattr(importlib.import_module(home), kind)
+    return getattr(importlib.import_module(KINDS[kind]), kind)

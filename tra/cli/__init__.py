@@ -62,7 +62,11 @@ def load_plugins(names: list[str]) -> None:
     if names and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     for name in names:
-        plugins.load(name)
+        try:
+            plugins.load(name)
+        except ValueError as error:
+            swallowed = name != names[0] and not name.endswith(".py")
+            raise ValueError(f"{error}; what is no plug-in goes before --plugin" if swallowed else error) from error
 
 
 def is_first_process() -> bool:

@@ -1,10 +1,11 @@
 """`tra demo`."""
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tra.cli.options import Common, listed, on_console, parse
+from tra.cli.options import Common, on_console, parse
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,22 @@ class Demo(Common):
 
 def run(arguments: list[str]) -> int:
     options = parse(Demo, arguments, "demo")
-    names = listed(options.attention)
-    if not names:
+    if not options.attention:
         raise ValueError("attention must name at least one mechanism")
     from tra.errors import Interrupted
     from tra.experiments import reproduce
     from tra.progress import say
 
     folder = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    again = f"tra demo --seeds {options.seeds} --attention {' '.join(names)} --output {folder}"
+    words = ["tra", "demo", "--seeds", str(options.seeds), "--attention", *options.attention, "--output", str(folder)]
+    again = shlex.join([*words, *options.plugin_words])
     began = time.monotonic()
     with on_console():
         say("Training on 64 tokens, then exact match at longer lengths.")
         try:
-            outcome = reproduce("demo", folder, seeds=options.seeds, attention=names, jobs=options.jobs, command=again)
+            outcome = reproduce(
+                "demo", folder, seeds=options.seeds, attention=options.attention, jobs=options.jobs, command=again
+            )
         except Interrupted as stop:
             raise Interrupted(f"{stop} by: {again}") from None
         say(outcome.shown)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from tra.cli.options import Common, listed, on_console, parse
+from tra.cli.options import Common, on_console, parse
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Evaluate(Common):
     On the recipe's own sets, what is found is stored with the run.
     """
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
     sets: tuple[str, ...] = ()
     """Names of evaluation sets; those of the recipe by default."""
@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
             print(f"tra: warning: the run is at step {step} of {steps}", file=sys.stderr)
         results = evaluate(
             found,
-            sets=listed(options.sets),
+            sets=options.sets,
             lengths=options.lengths,
             examples=options.examples,
             stride=options.stride,

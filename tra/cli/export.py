@@ -13,9 +13,9 @@ from tra.cli.options import Common, parse
 class Export(Common):
     """Write a run as a folder that transformers loads: safetensors, config, tokenizer, model card."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to write, which must not exist yet."""
 
 

@@ -17,7 +17,7 @@ from tra.cli.texts import or_file
 class Generate(Common):
     """Continue a prompt, printing text as it comes and then the speed."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder of a run on text, or a folder that tra export wrote."""
     prompt: str
     """The text to continue, or @FILE to read it from a file (a text that begins with @ has @@); it may be longer than

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from tra.cli.options import Common, listed, parse
+from tra.cli.options import Common, parse
 from tra.cli.texts import or_file
 
 
@@ -15,7 +15,7 @@ from tra.cli.texts import or_file
 class Inspect(Common):
     """Draw a run's attention on one sequence, white where it is exactly null, and summarise every head."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
     text: str | None = None
     """What a run on text is to read, or @FILE; without it, and for other runs, it is a sequence of their task."""
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
     else:
         raise ValueError(f"text must be left out: {options.run} was trained on {found.recipe.task}")
     folder = options.output or found.inspection
-    content = write_inspection(found.model, tokens, symbols, folder, listed(options.figures))
+    content = write_inspection(found.model, tokens, symbols, folder, options.figures)
     if options.json:
         print(json.dumps(content, indent=2))
     else:

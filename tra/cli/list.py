@@ -13,8 +13,8 @@ from tra.options import Option, written
 
 @dataclass(frozen=True)
 class List(Common):
-    """List recipes, mechanisms and tasks with their options, experiments, model sizes, and implementations of the
-    operator with what each refuses."""
+    """List recipes, mechanisms and tasks with their options, experiments, model sizes, implementations of the operator
+    with what each refuses, and plug-ins with the names that they bring."""
 
     json: bool = False
     """Print JSON."""
@@ -51,7 +51,7 @@ def everything() -> dict[str, dict[str, str]]:
 
     return {
         "implementations": describe_implementations(),
-        "recipes": {name: _outline(make()) for name, make in plugins.every("RECIPES", RECIPES).items()},
+        "recipes": {name: outline(make()) for name, make in plugins.every("RECIPES", RECIPES).items()},
         "attention": {
             name: _first_line(mechanism) + _options(options_of(mechanism))
             for name, mechanism in plugins.every("MECHANISMS", MECHANISMS).items()
@@ -65,7 +65,7 @@ def everything() -> dict[str, dict[str, str]]:
         "sizes": {
             name: f"{size.layers} layers, {size.heads} heads, width {size.width}" for name, size in SIZES.items()
         },
-        "plugins": dict.fromkeys(plugins.loaded(), "loaded"),
+        "plugins": plugins.described(),
     }
 
 
@@ -83,7 +83,8 @@ def _options(options: Mapping[str, Option]) -> str:
     return f" Options: {', '.join(shown)}." if options else ""
 
 
-def _outline(recipe: Any) -> str:
+def outline(recipe: Any) -> str:
+    """A recipe in a line."""
     model = recipe.model
     return (
         f"{recipe.task}, up to {recipe.length} {recipe.build_task().unit}; {model.layers} layers, width {model.width}; "

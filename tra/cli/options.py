@@ -23,7 +23,13 @@ class Common:
     """What every command takes."""
 
     plugin: tuple[str, ...] = ()
-    """Modules, or files ending in .py, that bring mechanisms, tasks and recipes of one's own."""
+    """Modules, or files ending in .py, that bring mechanisms, tasks and recipes of one's own; installed ones are found
+    without it."""
+
+    @property
+    def plugin_words(self) -> list[str]:
+        """The plug-ins as they must be given again."""
+        return ["--plugin", *self.plugin] if self.plugin else []
 
 
 def parse(kind: type[Options], arguments: Sequence[str], command: str, default: Options | None = None) -> Options:
@@ -43,7 +49,7 @@ def parse(kind: type[Options], arguments: Sequence[str], command: str, default: 
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ValueError(_one_line(wrong.getvalue())) from None
+        raise ValueError(_one_line(wrong.getvalue(), command)) from None
     if unknown:
         raise ValueError(_unknown(unknown[0], kind, command))
     return found
@@ -83,21 +89,50 @@ def value_of(arguments: Sequence[str], option: str) -> str | None:
     return None
 
 
-def settings(texts: Sequence[str], argument: str) -> dict[str, Any]:
+def settings(texts: Sequence[str]) -> dict[str, Any]:
     """NAME=VALUE pairs, separated by spaces or commas: numbers, true, false and none are what they say, the rest is
-    text.
+    text. What that cannot express is written as one JSON object.
 
     Example:
-        >>> settings(["theta=1e4", "qk_norm=false,scaling=yarn"], "options")
+        >>> settings(["theta=1e4", "qk_norm=false,scaling=yarn"])
         {'theta': 10000.0, 'qk_norm': False, 'scaling': 'yarn'}
+        >>> settings(['{"train": "a, b"}'])
+        {'train': 'a, b'}
     """
+    if len(texts) == 1 and texts[0].startswith("{"):
+        try:
+            return json.loads(texts[0])
+        except ValueError as error:
+            raise ValueError(f"must be NAME=VALUE pairs or a JSON object: {error}") from error
     found: dict[str, Any] = {}
     for text in listed(texts):
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise ValueError(f"{argument} must be NAME=VALUE, got {text!r}")
+            raise ValueError(f"must be NAME=VALUE, got {text!r}")
         found[name.strip()] = _value(value.strip())
     return found
+
+
+def merged(arguments: Sequence[str], option: str, usual: Mapping[str, Any]) -> list[str]:
+    """The arguments with the settings of an option merged over usual ones, given as JSON, which loses nothing."""
+    kept: list[str] = []
+    given: list[str] = []
+    takes = False
+    for argument in map(_without_alias, arguments):
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") == option:
+            takes = not equals
+            given += [value] if equals else []
+        elif takes and not argument.startswith("-"):
+            given.append(argument)
+        else:
+            takes = False
+            kept.append(argument)
+    try:
+        together = {**usual, **settings(given)}
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
+    return [*kept, option, json.dumps(together)] if together else kept
 
 
 def _value(text: str) -> Any:
@@ -118,21 +153,58 @@ def written(values: Mapping[str, Any]) -> list[str]:
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:
+    """How values are read that tyro reads in another way, or refuses in words that say less."""
     registry = tyro.constructors.ConstructorRegistry()
+    spec = tyro.constructors.PrimitiveConstructorSpec
 
     @registry.primitive_rule
     def options(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
         if info.type_origin is not dict and info.type is not dict:
             return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs="*",
-            metavar="NAME=VALUE",
-            instance_from_str=lambda texts: settings(texts, "it"),
-            is_instance=lambda value: isinstance(value, dict),
-            str_from_instance=written,
+        return spec("*", "NAME=VALUE", settings, lambda value: isinstance(value, dict), written)
+
+    @registry.primitive_rule
+    def lists(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        of = get_args(info.type)
+        if info.type_origin is not tuple or len(of) != 2 or of[1] is not ... or of[0] not in (int, str):
+            return None
+        one = _whole_number if of[0] is int else str
+        return spec(
+            "*",
+            "INT" if of[0] is int else "STR",
+            lambda texts: tuple(one(text) for text in listed(texts)),
+            lambda value: isinstance(value, tuple),
+            lambda values: [str(value) for value in values],
+        )
+
+    @registry.primitive_rule
+    def numbers(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type not in (int, float):
+            return None
+        is_int = info.type is int
+        return spec(
+            1,
+            "INT" if is_int else "FLOAT",
+            lambda texts: _whole_number(texts[0]) if is_int else _number(texts[0]),
+            lambda value: isinstance(value, int) or (not is_int and isinstance(value, float)),
+            lambda value: [str(value)],
         )
 
     return registry
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"must be a whole number, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"must be a number, got {text!r}") from None
 
 
 def _without_alias(argument: str) -> str:
@@ -140,7 +212,7 @@ def _without_alias(argument: str) -> str:
     return ALIASES.get(name, name) + equals + value
 
 
-def _one_line(box: str) -> str:
+def _one_line(box: str, command: str) -> str:
     """What tyro says in a box, without the box and without its hints."""
     said: list[str] = []
     for line in box.splitlines():
@@ -150,6 +222,11 @@ def _one_line(box: str) -> str:
         if text and not re.match(r"[╭╰─]", text):
             said.append(text)
     text = " ".join(said) or "the arguments could not be understood"
+    if missing := re.match(r"Missing from .*?: (\S+)", text):
+        return f"{missing[1]} must be given; see tra {command} --help"
+    if choice := re.match(r"invalid choice (\S+) for argument '(\S+)'. Expected one of \((.*?),?\)", text):
+        return f"{choice[2]} must be one of {choice[3]}, got {choice[1]}"
+    text = re.sub(r"^Error parsing (--\S+): (no type matching .*)?must be", r"\1 must be", text)
     return re.sub(r"^Error parsing recipe[.\w]*: ", "", text)  # what a recipe says of itself names the argument
 
 

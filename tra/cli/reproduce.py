@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from tra.cli.options import Common, listed, on_console, parse
+from tra.cli.options import Common, on_console, parse
 from tra.errors import Interrupted
 
 
@@ -21,7 +21,7 @@ class Reproduce(Common):
     Finished runs are skipped and interrupted ones go on where they were, so the same command can be given again.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
     """table1, figure1, figure2, figure3, cost, demo, tuning (the learning rates of table1), or the path of a file that
     defines an Experiment called experiment."""
     scale: str | None = None
@@ -67,13 +67,13 @@ def run(arguments: list[str]) -> int:
         folder=folder,
         scale=scale,
         seeds=options.seeds,
-        attention=listed(options.attention),
+        attention=options.attention,
         jobs=options.jobs,
         shard=(int(index), int(count)),
         train=options.train,
         cluster=options.cluster,
         cluster_options=options.cluster_options,
-        formats=listed(options.figures),
+        formats=options.figures,
         style=options.style,
         command=command,
     )

@@ -1,6 +1,6 @@
 """`tra train`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -8,14 +8,36 @@ import tyro
 
 from tra import plugins
 from tra.cli import is_first_process
-from tra.cli.options import Common, listed, on_console, option_names, parse, value_of
+from tra.cli.list import outline
+from tra.cli.options import Common, merged, on_console, option_names, parse, value_of
 from tra.errors import Interrupted
 from tra.recipes import RECIPES, Recipe, build_recipe
+from tra.tasks import TASKS, task_options
+
+USAGE = """usage: tra train RECIPE [options]
+       tra train --resume RUN
+
+Train a recipe, measure it and store what was found. A run that is stopped goes on with --resume and ends with the same
+weights as one that never was.
+
+  tra train RECIPE --help          everything that a recipe says, each an option that overrides it
+  --model.attention NAME           another mechanism, with the learning rate that the recipe has for it
+  --model.options NAME=VALUE ...   options of the mechanism; tra list shows them
+  --task-options NAME=VALUE ...    options of the task, over those of the recipe
+  --output FOLDER                  run folder; runs/RECIPE-ATTENTION-SEED by default
+  --track NAME ...                 trackers to tell the metrics too: tensorboard, wandb, trackio, ...
+  --plugin MODULE|FILE.py ...      mechanisms, tasks and recipes of one's own
+
+recipes:
+"""
 
 
 @dataclass(frozen=True)
 class Train(Common):
-    """Train a recipe, measure it and store what was found. Options override what the recipe says."""
+    """Train a recipe, measure it and store what was found. Options override what the recipe says.
+
+    --model.options is short for --model.attention-options.
+    """
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     output: Path | None = None
@@ -34,41 +56,51 @@ class Resume(Common):
 
 
 def run(arguments: list[str]) -> int:
-    names = ", ".join(plugins.every("RECIPES", RECIPES))
+    recipes = plugins.every("RECIPES", RECIPES)
+    options: Train | Resume
     if arguments and not arguments[0].startswith("-"):
-        recipe, folder, track = _recipe(arguments[0], arguments[1:])
+        options, recipe, folder = _recipe(arguments[0], arguments[1:])
     elif any(argument.split("=")[0] == "--resume" for argument in arguments):
-        recipe, folder, track = _resume(arguments)
+        options, recipe, folder = _resume(arguments)
     elif {"-h", "--help"} & set(arguments):
-        print(f"usage: tra train RECIPE [options] | tra train --resume RUN\nrecipes: {names}")
+        print(USAGE + "\n".join(f"  {name:<22} {outline(make())}" for name, make in recipes.items()))
         return 0
     else:
-        raise ValueError(f"recipe or --resume RUN must be given; recipes: {names}")
+        raise ValueError(f"recipe, before all options, or --resume RUN must be given; recipes: {', '.join(recipes)}")
 
     from tra.runs import train
 
     with on_console():
         try:
-            train(recipe, folder, track=track)
+            train(recipe, folder, track=options.track)
         except Interrupted as stop:
-            raise Interrupted(f"{stop}; go on with: tra train --resume {folder}") from None
+            again = " ".join(["tra train --resume", str(folder), *options.plugin_words])
+            raise Interrupted(f"{stop}; go on with: {again}") from None
     if is_first_process():
         print(folder)
     return 0
 
 
-def _recipe(name: str, arguments: list[str]) -> tuple[Recipe, Path, tuple[str, ...]]:
+def _recipe(name: str, arguments: list[str]) -> tuple[Train, Recipe, Path]:
     usual = build_recipe(name, value_of(arguments, "--model.attention"))
+    arguments = merged(arguments, "--task-options", _kept_options(usual, value_of(arguments, "--task")))
+    arguments = merged(arguments, "--model.attention-options", usual.model.attention_options)
     options = parse(Train, arguments, f"train {name}", Train(recipe=usual))
     recipe = options.recipe
-    task_options = {**usual.task_options, **recipe.task_options}
-    recipe = replace(recipe, task_options=task_options)
     if recipe.length != usual.length:
         recipe = recipe.measured_like(usual)
     folder = options.output or Path("runs") / recipe.folder_name
     if is_first_process():
         _check_free(folder, recipe)
-    return recipe, folder, listed(options.track)
+    return options, recipe, folder
+
+
+def _kept_options(usual: Recipe, task: str | None) -> dict[str, object]:
+    """The recipe's task options, of which another task keeps those that it has too."""
+    if task is None:
+        return usual.task_options
+    known = task_options(plugins.find("TASKS", TASKS, task, "task"))
+    return {name: value for name, value in usual.task_options.items() if name in known}
 
 
 def _check_free(folder: Path, recipe: Recipe) -> None:
@@ -91,7 +123,7 @@ def _check_free(folder: Path, recipe: Recipe) -> None:
     raise ValueError(f"output {folder} already holds this run: go on with it by tra train --resume {folder}")
 
 
-def _resume(arguments: list[str]) -> tuple[Recipe, Path, tuple[str, ...]]:
+def _resume(arguments: list[str]) -> tuple[Resume, Recipe, Path]:
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in option_names(Train) and name not in option_names(Resume):
@@ -101,4 +133,4 @@ def _resume(arguments: list[str]) -> tuple[Recipe, Path, tuple[str, ...]]:
     options = parse(Resume, arguments, "train")
     from tra.runs import load_run
 
-    return load_run(options.resume).recipe, options.resume, listed(options.track)
+    return options, load_run(options.resume).recipe, options.resume

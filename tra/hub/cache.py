@@ -46,9 +46,7 @@ class TraCache(transformers.Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must not be positive, got {tokens_to_remove}")
         if tokens_to_remove < 0 and self.revised:
-            raise ValueError(
-                "the cache of this mechanism cannot be cropped: its last tokens changed earlier ones"
-            )
+            raise ValueError("the cache of this mechanism cannot be cropped: its last tokens changed earlier ones")
         for layer in self.layers:
             layer.crop(len(layer) + tokens_to_remove)
 

@@ -67,10 +67,11 @@ class TraConfig(transformers.PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        plugins.require(kwargs.pop("plugins", []))
         refuse_unknown(kwargs)
         if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings must be False: the output head has weights of its own, got True")
-        self.decoder_config()  # raises what is wrong
+        self.attention_options = self.decoder_config().attention_options  # raises what is wrong
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -94,7 +95,6 @@ class TraConfig(transformers.PreTrainedConfig):
         Configs that version 0.1 wrote are read too.
         """
         config_dict = dict(config_dict)
-        plugins.require(config_dict.pop("plugins", []))
         if "qk_norm" in config_dict and "attention_options" not in config_dict:
             ours = {name: config_dict[theirs] for name, theirs in NAMES.items() if theirs in config_dict}
             earlier = DecoderConfig.from_dict({**ours, "qk_norm": config_dict.pop("qk_norm")})
