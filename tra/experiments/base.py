@@ -1,6 +1,7 @@
 """The contract of an experiment: which runs there are, and how they are shown."""
 
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tra import plugins
 from tra.attention import MECHANISMS
 from tra.lookup import lookup
+from tra.options import written
 from tra.recipes import Recipe, RecipeOf
 from tra.report.figures import measure_by_length
 from tra.report.records import Record, grouped
@@ -42,6 +44,10 @@ class Row:
     name: str = ""
     """What the row is called; the mechanism with its options and changes by default."""
 
+    def __post_init__(self) -> None:
+        if "seed" in self.changes:
+            raise ValueError("changes must leave the seed alone: an experiment gives each run its own")
+
     @property
     def label(self) -> str:
         return self.name or " ".join([self.attention, *_settings({**self.options, **self.changes})])
@@ -73,7 +79,7 @@ def as_row(row: Row | str) -> Row:
 
 
 def _settings(values: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()]
+    return [f"{name}={written(value)}" for name, value in values.items()]
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,8 @@ class Tuning:
     def __post_init__(self) -> None:
         if not self.grid or not all(self.grid.values()):
             raise ValueError(f"grid must name fields of a recipe and values for each, got {self.grid!r}")
+        if "seed" in self.grid:
+            raise ValueError("grid must leave the seed alone: seeds says which to tune on")
         if not self.seeds:
             raise ValueError("seeds must name at least one seed to tune on, got none")
 
@@ -119,6 +127,10 @@ class Cell:
     @property
     def choice_label(self) -> str:
         return " ".join(_settings(self.choice))
+
+    def tuned_to(self, settings: Mapping[str, Any] | None) -> "Cell":
+        """The same run with the settings that tuning chose, if it did."""
+        return self if settings is None else replace(self, recipe=self.recipe.changed(settings), tuned=True)
 
     @property
     def run(self) -> Run:
@@ -168,7 +180,7 @@ def default_tables(outcome: Outcome) -> list[Table]:
 def default_figures(outcome: Outcome) -> dict[str, "Figure"]:
     """The measure against length, a figure for each column."""
     return {
-        f"accuracy-{column}" if mine[0].result.averages else f"{mine[0].result.measure}-{column}": measure_by_length(
+        f"{'accuracy' if mine[0].result.averages else mine[0].result.measure}-{file_name(column)}": measure_by_length(
             mine, column
         )
         for column, mine in grouped(outcome.records, lambda record: record.column).items()
@@ -189,7 +201,8 @@ class Experiment:
             and no tuning, tables say that nothing was tuned.
         tables: makes the tables; comparisons of everything by default.
         figures: makes the figures, by name; the measure against length by default.
-        stem: of the names of the files that hold results and tables.
+        results_file: what the file with all results is called.
+        table_stem: what the files with tables are called, without their suffixes.
     """
 
     scales: Mapping[str, Mapping[str, RecipeOf]]
@@ -203,12 +216,21 @@ class Experiment:
     table_stem: str = "table"
 
     def __post_init__(self) -> None:
-        labels = [as_row(row).label for row in self.rows]
-        if not labels or not self.scales or not all(self.scales.values()):
+        rows = [as_row(row) for row in self.rows]
+        if not rows or not self.scales or not all(self.scales.values()):
             raise ValueError("an experiment must have at least one row, one scale and one column in each")
-        if len(set(labels)) < len(labels):
-            twice = next(label for label in labels if labels.count(label) > 1)
-            raise ValueError(f"rows must have different names, got {twice!r} twice")
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        _check_names("rows", [row.label for row in rows])
+        for columns in self.scales.values():
+            _check_names("columns", list(columns))
+        if self.tuning is not None:
+            for label in self.tuning.rows or ():
+                lookup(dict.fromkeys(row.label for row in rows), label, "rows of tuning")
+            for row in rows:
+                both = sorted(set(row.changes) & set(self.tuning.grid))
+                if both:
+                    raise ValueError(f"row {row.label!r} must not set what is tuned, got {', '.join(both)}")
 
     def perform(self, request: "Request") -> Outcome:
         """Run what is missing, and write tables and figures."""
@@ -233,33 +255,30 @@ class Experiment:
             return rows
         chosen: list[Row] = []
         for name in names:
-            found = [row for row in rows if name in (row.label, row.attention)]
+            found = [row for row in rows if name == row.label] or [row for row in rows if name == row.attention]
             if not found:
-                plugins.find("MECHANISMS", MECHANISMS, name, "attention")
+                lookup(
+                    {**dict.fromkeys(row.label for row in rows), **plugins.every("MECHANISMS", MECHANISMS)},
+                    name,
+                    "attention",
+                )
             chosen += found or [Row(name)]
         return list(dict.fromkeys(chosen))
 
     def columns(self, scale: str) -> Mapping[str, RecipeOf]:
         return lookup(self.scales, scale, "scale")
 
-    def cells(
-        self,
-        folder: Path,
-        scale: str,
-        seeds: int,
-        rows: Sequence[Row],
-        chosen: Mapping[tuple[str, str], Mapping[str, Any]],
-    ) -> list[Cell]:
+    def cells(self, folder: Path, scale: str, seeds: int, rows: Sequence[Row]) -> list[Cell]:
         """All runs that are reported, a whole table for one seed before the next seed, so that a part of them says
-        something. ``chosen`` are the settings that tuning chose for a column and row."""
+        something; before anything is tuned."""
         known = self.tuned.get(scale, ())
         return [
             Cell(
                 column,
                 row.label,
-                row.recipe(recipe_of, seed).changed(chosen.get((column, row.label), {})),
-                folder / "runs" / column / file_name(row.label) / str(seed),
-                tuned=(column, row.label) in chosen or row.label in known,
+                row.recipe(recipe_of, seed),
+                folder / "runs" / file_name(column) / file_name(row.label) / str(seed),
+                tuned=row.label in known,
             )
             for seed in range(seeds)
             for column, recipe_of in self.columns(scale).items()
@@ -279,7 +298,7 @@ class Experiment:
                 column,
                 row.label,
                 row.recipe(recipe_of, seed).changed(choice),
-                folder / "tuning" / column / file_name(row.label) / file_name(" ".join(_settings(choice))) / str(seed),
+                folder.joinpath("tuning", *map(file_name, (column, row.label, " ".join(_settings(choice)))), str(seed)),
                 choice=choice,
             )
             for seed in tuning.seeds
@@ -291,5 +310,17 @@ class Experiment:
 
 
 def file_name(label: str) -> str:
-    """A label as the name of a folder."""
-    return "".join(sign if sign.isalnum() or sign in "-_.=," else "-" for sign in label)
+    """A label as the name of a file or folder, which never begins with a dot."""
+    name = "".join(sign if sign.isalnum() or sign in "-_.=," else "-" for sign in label)
+    return re.sub(r"^\.+", lambda dots: "-" * len(dots[0]), name)
+
+
+def _check_names(what: str, labels: Sequence[str]) -> None:
+    """Each has results and folders of its own."""
+    taken: dict[str, str] = {}
+    for label in labels:
+        name = file_name(label)
+        if name in taken:
+            other = "twice" if taken[name] == label else f"and {label!r}, whose folders would be the same"
+            raise ValueError(f"{what} must have different names, got {taken[name]!r} {other}")
+        taken[name] = label

@@ -1,5 +1,6 @@
 """Many runs on a cluster, through submitit: each is a job, and one that is preempted goes on from its checkpoint."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,13 +9,18 @@ from typing import Any
 from tra import plugins
 from tra.errors import Interrupted
 from tra.experiments.base import Cell
-from tra.experiments.grid import report, run_cell, unfinished
+from tra.experiments.grid import report, run_cell, safe_path, unfinished
+from tra.files import write_json
 from tra.lookup import lookup
+from tra.options import among
 from tra.progress import progress, say
 from tra.recipes import Recipe
 
-CLUSTERS = ("slurm", "local", "debug")
+CLUSTERS = ("slurm", "local")
 SECONDS_BETWEEN_LOOKS = 2.0
+JOBS = "jobs.json"
+"""Holds the number of each run's job, so that another call finds those still there."""
+ALIVE = ("CONFIGURING", "COMPLETING", "PENDING", "REQUEUED", "RESIZING", "RUNNING", "SUSPENDED")
 
 
 class Job:
@@ -41,7 +47,7 @@ def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, An
 
     Args:
         cells: the runs.
-        cluster: "slurm"; or "local" and "debug", which stay on this machine.
+        cluster: "slurm", or "local", which stays on this machine.
         options: submitit's parameters, as ``gpus_per_node`` or ``timeout_min``, and those of the cluster itself, as
             ``partition``.
         folder: for what the jobs print.
@@ -50,19 +56,25 @@ def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, An
     if not waiting:
         return
     executor = make_executor(cluster, options, folder)
-    for cell in waiting:
-        cell.run.record_failure(None)
-    with executor.batch():
-        jobs = {cell.folder: executor.submit(Job(cell, plugins.loaded())) for cell in waiting}
-    say(f"{len(jobs)} jobs submitted to {cluster}; what they print is in {folder}")
+    jobs = _still_there(executor, folder)
+    fresh = [cell for cell in waiting if str(cell.folder.absolute()) not in jobs]
+    if len(fresh) < len(waiting):
+        say(f"{len(waiting) - len(fresh)} jobs are still with {cluster}")
+    if fresh:
+        for cell in fresh:
+            cell.run.record_failure(None)
+        with safe_path(), executor.batch():
+            jobs |= {str(cell.folder.absolute()): executor.submit(Job(cell, plugins.loaded())) for cell in fresh}
+        write_json(folder / JOBS, {run: job.job_id for run, job in jobs.items()})
+        say(f"{len(fresh)} jobs submitted to {cluster}; what they print is in {folder}")
     began, total = time.monotonic(), sum(cell.recipe.steps for cell in waiting)
     start = sum(cell.run.steps_done() for cell in waiting)
     running = list(waiting)
     try:
-        with progress(f"{len(jobs)} jobs", total, "step", start) as update:
+        with progress(f"{len(waiting)} jobs", total, "step", start) as update:
             while running:
                 for cell in list(running):
-                    job = jobs[cell.folder]
+                    job = jobs[str(cell.folder.absolute())]
                     if job.done():
                         running.remove(cell)
                         failed = job.exception()
@@ -84,18 +96,32 @@ def make_executor(cluster: str, options: Mapping[str, Any], folder: Path) -> Any
         import submitit
     except ModuleNotFoundError as error:
         raise ValueError("cluster must have submitit installed: pip install submitit") from error
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
-        general = executor._typed_parameters()
-        named = {
-            name if name in general or name.startswith(f"{cluster}_") else f"{cluster}_{name}": value
-            for name, value in {"name": "tra", **options}.items()
-        }
+    except RuntimeError as error:
+        raise ValueError(f"cluster must be one that this machine can reach: {error}") from error
+    general, own = executor._valid_parameters(), executor._executor._valid_parameters()
+    named: dict[str, Any] = {"name": "tra"}
+    for name, value in options.items():
+        bare = name.removeprefix(f"{cluster}_")
+        if bare not in general | own:
+            raise ValueError(among(f"cluster_options of {cluster}", sorted(general | own), name))
+        named[bare if bare in general else f"{cluster}_{bare}"] = value
+    try:
         executor.update_parameters(**named)
-    except (NameError, RuntimeError, TypeError) as error:
+    except (AssertionError, TypeError) as error:
         raise ValueError(f"cluster_options must suit {cluster}: {error}") from error
     return executor
+
+
+def _still_there(executor: Any, folder: Path) -> dict[str, Any]:
+    """The jobs that an earlier call left waiting or running, by the folders of their runs."""
+    try:
+        stored = json.loads((folder / JOBS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = {run: executor._executor.job_class(executor.folder, number) for run, number in stored.items()}
+    return {run: job for run, job in found.items() if str(job.state).upper().startswith(ALIVE)}
 
 
 def _last_line(error: Any) -> str:

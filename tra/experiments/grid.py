@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -53,7 +54,8 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
     if "forkserver" in multiprocessing.get_all_start_methods():
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tra.experiments.grid"])
-        _start_forkserver()
+        with safe_path():
+            forkserver.ensure_running()
     else:
         context = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // jobs)
@@ -110,12 +112,14 @@ def _how_it_ended(code: int | None) -> str:
     return f"the process ended with {f'signal {-code}' if code is not None and code < 0 else f'exit code {code}'}"
 
 
-def _start_forkserver() -> None:
-    """Without the current folder first in its path, where a folder called tra would be taken for this package."""
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Start processes without the current folder first in their path, where a folder called tra would be taken for this
+    package."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         del os.environ["PYTHONSAFEPATH"]
         if before is not None:

@@ -8,7 +8,7 @@ import torch
 
 from tra.environment import best_device
 from tra.experiments.base import Cell, Experiment
-from tra.experiments.reproduce import Request
+from tra.experiments.reproduce import Request, wanted_runs
 from tra.model import Decoder, DecoderConfig
 from tra.progress import progress
 from tra.recipes import Recipe
@@ -25,12 +25,8 @@ FORWARD_SHARE = 1 / 3
 
 def plan(experiment: Experiment, request: Request) -> Table:
     """A row for each column and mechanism: number of runs, parameters, tokens, and hours on this machine."""
-    rows = experiment.chosen_rows(request.attention)
-    seeds = request.seeds or experiment.seeds
-    cells = [
-        *experiment.tuning_cells(request.folder, request.scale, rows),
-        *experiment.cells(request.folder, request.scale, seeds, rows, {}),
-    ]
+    tries, reported = wanted_runs(experiment, request)
+    cells = [*tries, *reported]
     groups: dict[tuple[str, str, bool], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.column, cell.row, bool(cell.choice)), []).append(cell)

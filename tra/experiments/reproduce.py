@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ from filelock import FileLock
 
 from tra.environment import environment
 from tra.errors import RunError
-from tra.experiments.base import Cell, Experiment, Outcome, Row, outcome_of
-from tra.experiments.cluster import run_on_cluster
+from tra.experiments.base import Cell, Experiment, Outcome, outcome_of
+from tra.experiments.cluster import CLUSTERS, run_on_cluster
 from tra.experiments.grid import run_all
-from tra.experiments.tuning import chosen_settings, tuning_losses, tuning_table
+from tra.experiments.tuning import chosen_settings, tuning_evidence, tuning_losses, tuning_table
 from tra.files import write_json, write_text
 from tra.lookup import lookup
 from tra.progress import say
-from tra.report.figures import FORMATS, save_figure
+from tra.report.figures import FORMATS, save_figure, styled
 from tra.report.tables import comparison_csv, latex, markdown
 from tra.tasks import Result
 
@@ -58,16 +57,29 @@ class Request:
             raise ValueError(f"output must be a folder, but {self.folder} is a file")
         for kind in self.formats:
             lookup(dict.fromkeys(FORMATS), kind, "figures")
+        if self.cluster is not None:
+            lookup(dict.fromkeys(CLUSTERS), self.cluster, "cluster")
+        with styled(self.style):
+            pass  # a wrong one is found before anything is trained
+
+
+def wanted_runs(experiment: Experiment, request: Request) -> tuple[list[Cell], list[Cell]]:
+    """The runs for tuning, and those to report as they are before it; whatever is wrong with a request is raised."""
+    seeds, rows = request.seeds or experiment.seeds, experiment.chosen_rows(request.attention)
+    if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
+        raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
+    tries = experiment.tuning_cells(request.folder, request.scale, rows)
+    cells = experiment.cells(request.folder, request.scale, seeds, rows)
+    index, count = request.shard
+    if count > len(cells):
+        raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {index}/{count}")
+    return tries, cells
 
 
 def perform(experiment: Experiment, request: Request) -> Outcome:
     """Run what is missing of this shard, tuning first, then write tables and figures from what is finished."""
     started = time.monotonic()
-    seeds, rows = request.seeds or experiment.seeds, experiment.chosen_rows(request.attention)
-    columns = list(experiment.columns(request.scale))
-    tries = experiment.tuning_cells(request.folder, request.scale, rows)
-    if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
-        raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
+    tries, cells = wanted_runs(experiment, request)
     request.folder.mkdir(parents=True, exist_ok=True)
     missing = _missing(tries, request)
     tuned = _finished(tries)
@@ -77,9 +89,9 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         if len(tuned) < len(tries) and request.train:
             _raise_unless_shared(request, tries)
             say(f"{len(tries) - len(tuned)} of {len(tries)} runs of tuning are left to other machines")
-            return Outcome([], [], _failures(tries), request.folder, tuning_table(losses).markdown() if losses else "")
-        chosen = chosen_settings(experiment, columns, tries, losses)
-    cells = experiment.cells(request.folder, request.scale, seeds, rows, chosen)
+            return Outcome([], [], {}, request.folder, tuning_table(losses).markdown() if losses else "")
+        chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), tries, losses)
+        cells = [cell.tuned_to(chosen.get((cell.column, cell.row))) for cell in cells]
     missing += _missing(cells, request)
     with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         finished = _finished(cells)
@@ -101,10 +113,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             "finished": len(finished),
             "failures": failures,
             "sessions": _sessions(stored) + ([session] if trained else []),
-            "tuning": {
-                f"{column} {row}": {"losses": losses.get((column, row), {}), "chosen": settings}
-                for (column, row), settings in chosen.items()
-            },
+            "tuning": tuning_evidence(experiment, losses, chosen),
             "recipes": {cell.column: asdict(cell.recipe) for cell in reversed(cells)},
             "results": [record.to_dict() for record in outcome.records],
         }
@@ -115,7 +124,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
 
 def _missing(cells: Sequence[Cell], request: Request) -> list[Cell]:
     """Run this shard's part of the cells, and return those of it that were not finished before."""
-    mine = part_of(cells, *request.shard) if cells else []
+    mine = part_of(cells, *request.shard)
     missing = [cell for cell in mine if cell.results() is None]
     if request.train and mine:
         if request.cluster is None:
@@ -152,18 +161,10 @@ def _show(experiment: Experiment, outcome: Outcome, losses: Any, request: Reques
     write_text(folder / f"{stem}.md", shown)
     write_text(folder / f"{stem}.tex", latex(tables))
     write_text(folder / f"{stem}.csv", comparison_csv(outcome.records))
-    import matplotlib.style
-
-    try:
-        styled: Any = matplotlib.style.context(request.style) if request.style else nullcontext()
-        with styled:
-            for name, figure in experiment.figures(outcome).items():
-                for kind in request.formats:
-                    save_figure(figure, folder / f"{name}.{kind}")
-    except OSError as error:
-        if request.style and "style" in str(error):
-            raise ValueError(f"style must be a style sheet of matplotlib, got {request.style!r}") from error
-        raise
+    with styled(request.style):
+        for name, figure in experiment.figures(outcome).items():
+            for kind in request.formats:
+                save_figure(figure, folder / f"{name}.{kind}")
     return shown
 
 
@@ -177,11 +178,9 @@ def _sessions(results: Path) -> list[dict[str, Any]]:
 
 def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
     """The index-th of count parts, none of which holds all runs of a row."""
-    if count > len(cells):
-        raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {index}/{count}")
     width = len({cell.row for cell in cells})
     shift = 1 if width % count == 0 else 0  # else every row would begin with the same part
     return [cell for place, cell in enumerate(cells) if (place + shift * (place // width)) % count == index - 1]
 
 
-__all__ = ["Request", "Row", "part_of", "perform"]
+__all__ = ["Request", "part_of", "perform", "wanted_runs"]

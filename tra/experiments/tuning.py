@@ -1,5 +1,6 @@
 """Choosing settings: by the loss within the training length, never by what lies past it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,12 @@ def tuning_losses(measured: Mapping[Cell, Sequence[Result]]) -> Losses:
 
 
 def best_choices(losses: Losses) -> dict[tuple[str, str], str]:
-    """The choice with the lowest loss."""
-    return {key: min(choices, key=choices.__getitem__) for key, choices in losses.items()}
+    """The choice with the lowest loss; one whose loss is not a number is the worst."""
+
+    def badness(loss: float) -> float:
+        return math.inf if math.isnan(loss) else loss
+
+    return {key: min(choices, key=lambda choice: badness(choices[choice])) for key, choices in losses.items()}
 
 
 def chosen_settings(
@@ -39,6 +44,24 @@ def chosen_settings(
     if tuning.column is None:
         return best
     return {(column, row): settings for (_, row), settings in best.items() for column in columns}
+
+
+def tuning_evidence(
+    experiment: Experiment, losses: Losses, chosen: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What was chosen for every column and row, and why, to be stored with the results."""
+    tuning = experiment.tuning
+    if tuning is None:
+        return {}
+    return {
+        f"{column} {row}": {
+            "column": tuning.column or column,
+            "seeds": list(tuning.seeds),
+            "losses": losses[tuning.column or column, row],
+            "chosen": dict(settings),
+        }
+        for (column, row), settings in chosen.items()
+    }
 
 
 def tuning_table(losses: Losses) -> Table:

@@ -4,11 +4,13 @@ Colours, fonts and sizes follow matplotlib's own settings, so that a style sheet
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import matplotlib.style
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
@@ -222,6 +224,18 @@ def heatmap_values(matrix: Tensor) -> Tensor:
 
 def heatmap_colours() -> matplotlib.colors.Colormap:
     return matplotlib.colormaps["viridis"].with_extremes(bad=NULL_COLOUR)
+
+
+@contextmanager
+def styled(style: str | None) -> Iterator[None]:
+    """Use a style sheet of matplotlib, by name or path, while the block runs."""
+    with ExitStack() as stack:
+        if style is not None:
+            try:
+                stack.enter_context(matplotlib.style.context(style))
+            except OSError as error:
+                raise ValueError(f"style must be a style sheet of matplotlib, got {style!r}") from error
+        yield
 
 
 def save_figure(figure: Figure, path: Path) -> None:

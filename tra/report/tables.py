@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,9 @@ SPECIAL = {
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
     "±": r"$\pm$",
     "\N{MULTIPLICATION SIGN}": r"$\times$",
     UNTUNED: r"$\dagger$",
@@ -141,8 +145,10 @@ def _table(records: Sequence[Record], heading: Callable[[Record], str], field: s
     cells: dict[tuple[str, str], tuple[float, str]] = {}
     for key, some in grouped(records, lambda record: (record.row, heading(record))).items():
         cells[key] = _cell(some, field)
+    means = {name: [mean for (_, at), (mean, _) in cells.items() if at == name] for name in headings}
     best = {
-        name: (max if higher else min)(mean for (_, at), (mean, _) in cells.items() if at == name) for name in headings
+        name: (max if higher else min)((mean for mean in some if not math.isnan(mean)), default=math.nan)
+        for name, some in means.items()
     }
     marked = {
         (y, x)
