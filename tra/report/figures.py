@@ -3,6 +3,7 @@
 Colours, fonts and sizes follow matplotlib's own settings, so that a style sheet changes them.
 """
 
+import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -240,7 +241,10 @@ def styled(style: str | None) -> Iterator[None]:
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure, whole or not at all, in the format that the path's suffix says."""
-    with written_aside(path) as aside, warnings.catch_warnings():
+    drawn = io.BytesIO()  # matplotlib leaves files open when the disk is full
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box, once for every character
         dpi = matplotlib.rcParams["savefig.dpi"]
-        figure.savefig(aside, format=path.suffix[1:], dpi=160 if dpi == "figure" else dpi)
+        figure.savefig(drawn, format=path.suffix[1:], dpi=160 if dpi == "figure" else dpi)
+    with written_aside(path) as aside:
+        aside.write_bytes(drawn.getvalue())

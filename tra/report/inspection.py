@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tra.files import write_json, write_text
+from tra.lookup import lookup
 from tra.model import Block, Decoder
-from tra.report.figures import attention_heatmap, save_figure
+from tra.report.figures import FORMATS, attention_heatmap, save_figure
 from tra.report.tables import Table
 
 SHARE = 0.9
@@ -99,9 +100,11 @@ def heads_table(heads: Sequence[Head]) -> Table:
 def write_inspection(
     model: Decoder, tokens: Tensor, symbols: Sequence[str], folder: Path, formats: Sequence[str] = ("png",)
 ) -> dict[str, Any]:
-    """`attention.png`, `heads.md` and `heads.json` of a model on one sequence."""
+    """`attention` in each format, `heads.md` and `heads.json` of a model on one sequence."""
     if len(tokens) > MOST_TOKENS:
         raise ValueError(f"text must have at most {MOST_TOKENS} tokens to be drawn, got {len(tokens)}")
+    for kind in formats:
+        lookup(dict.fromkeys(FORMATS), kind, "figures")
     heads, weights = inspect_heads(model, tokens)
     label = model.config.label
     content = {"attention": label, "tokens": list(symbols), "heads": [asdict(head) for head in heads]}

@@ -116,13 +116,15 @@ def comparison_tables(records: Sequence[Record]) -> list[Table]:
                 if within
                 else []
             )
-        for column, mine in grouped(alike, lambda record: record.column).items():
-            tables += _column_tables(column, mine, measure)
+        columns = grouped(alike, lambda record: record.column)
+        for column, mine in columns.items():
+            tables += _column_tables(column, mine, measure, several=len(columns) > 1)
     return tables
 
 
-def _column_tables(column: str, records: Sequence[Record], measure: type[Result]) -> list[Table]:
-    """One table where the measure has one figure; else one for each figure, set and kind of window."""
+def _column_tables(column: str, records: Sequence[Record], measure: type[Result], several: bool = False) -> list[Table]:
+    """One table where the measure has one figure; else one for each figure, set and kind of window, which names the
+    column if there are several."""
     trained, unit = records[0].trained, records[0].unit
     about = f"Trained at up to {trained:,} {unit}."
     if len(measure.titles) == 1:
@@ -130,7 +132,20 @@ def _column_tables(column: str, records: Sequence[Record], measure: type[Result]
         return [_table(records, _set_and_length, field, column, about)]
     kinds = grouped(records, lambda record: (record.result.set, bool(record.result.stride)))
     return [
-        _table(mine, _window, field, f"{title.capitalize()}, {name}, {'sliding' if sliding else 'side by side'}", about)
+        _table(
+            mine,
+            _window,
+            field,
+            ", ".join(
+                [
+                    title.capitalize(),
+                    *([column] if several else []),
+                    name,
+                    "sliding windows" if sliding else "windows side by side",
+                ]
+            ),
+            about,
+        )
         for field, title in measure.titles.items()
         for (name, sliding), mine in kinds.items()
     ]

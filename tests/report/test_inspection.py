@@ -6,12 +6,14 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch.testing import assert_close
 
 from tra.attention import MECHANISMS
 from tra.cli import main
-from tra.inspection import heads_table, inspect_heads, summarise
 from tra.model import Decoder, DecoderConfig
+from tra.report.inspection import heads_table, inspect_heads, summarise, write_inspection
+from tra.runs import load_run
 
 
 def test_numbers_of_a_head_worked_out_by_hand() -> None:
@@ -39,7 +41,7 @@ def test_reach_holds_nine_tenths_of_the_weight() -> None:
 def test_a_head_that_attends_to_nothing_has_no_reach() -> None:
     head = summarise(0, 0, torch.zeros(5, 5), None)
     assert (head.kept, head.null, head.mean_distance, head.reach, head.gate) == (0.0, 1.0, 0.0, 0, None)
-    assert heads_table([head]).splitlines()[-1] == "| 1 | 1 | 0% | 100% | 0.0 | 0 |  |"
+    assert heads_table([head]).markdown().splitlines()[-1] == "| 1 | 1 | 0% | 100% | 0.0 | 0 |  |"
 
 
 @pytest.mark.parametrize("attention", MECHANISMS)
@@ -101,15 +103,34 @@ def test_inspect_reads_a_file_and_refuses_what_could_not_be_drawn(
     assert "".join(json.loads(capsys.readouterr().out)["tokens"]) == "The river"
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [([], "text must be given"), (["--text", ""], "text must be given")],
-)
-def test_inspect_says_what_is_missing(
-    language_run: Path,
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+def test_without_a_text_a_sequence_of_the_task_is_drawn_and_an_empty_one_is_refused(
+    language_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", str(language_run), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    command = ["inspect", str(language_run), "--output", str(tmp_path), "--json"]
+    assert main([*command, "--length", "11"]) == 0
+    tokens, symbols = load_run(language_run).task.example(11)
+    assert json.loads(capsys.readouterr().out)["tokens"] == symbols
+    assert len(tokens) == len(symbols)
+    assert main([*command, "--text", ""]) == 2
+    assert "text must have at least one token, got ''" in capsys.readouterr().err
+
+
+def test_a_figure_in_every_format_and_no_other(tmp_path: Path) -> None:
+    model = Decoder(DecoderConfig(vocabulary=7, layers=1, heads=1, width=8, attention="rope")).eval()
+    tokens, symbols = torch.arange(5), list("abcde")
+    with pytest.raises(ValueError, match=r"figures must be one of pdf, png, svg, got 'gif'"):
+        write_inspection(model, tokens, symbols, tmp_path / "out", ("gif",))
+    assert not (tmp_path / "out").exists()
+    content = write_inspection(model, tokens, symbols, tmp_path / "out", ("svg", "pdf"))
+    assert content["attention"] == "rope"
+    made = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert made == ["attention.pdf", "attention.svg", "heads.json", "heads.md"]
+
+
+def test_the_label_says_the_options_of_the_mechanism(tmp_path: Path, drawn: list[Figure]) -> None:
+    config = DecoderConfig(
+        vocabulary=7, layers=1, heads=1, width=8, attention="rope", attention_options={"theta": 10_000}
+    )
+    content = write_inspection(Decoder(config).eval(), torch.arange(5), list("abcde"), tmp_path)
+    assert content["attention"] == "rope theta=10000"
+    assert drawn[0].axes[0].get_title() == "rope theta=10000, layer 1, head 1"
