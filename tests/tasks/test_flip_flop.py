@@ -72,7 +72,9 @@ def test_sample_depends_on_the_generator_alone() -> None:
 
 def test_evaluation_sets_are_fixed_by_name_and_length() -> None:
     def whole(name: str, length: int, examples: int, batch: int) -> torch.Tensor:
-        return torch.cat([part.tokens for part in FlipFlop().evaluation_batches(Evaluation(name, length, examples), batch)])
+        return torch.cat(
+            [part.tokens for part in FlipFlop().evaluation_batches(Evaluation(name, length, examples), batch)]
+        )
 
     first = whole("iid", 64, 150, 10)
     assert first.shape == (150, 64)

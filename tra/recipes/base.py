@@ -10,6 +10,7 @@ import tyro
 
 from tra import plugins
 from tra.model import DecoderConfig
+from tra.options import among
 from tra.tasks import Evaluation, Task, build_task
 
 
@@ -56,6 +57,7 @@ class Recipe:
     """Measured after the last step."""
 
     def __post_init__(self) -> None:
+        task = self.build_task()
         object.__setattr__(self, "task_options", dict(self.task_options))
         for name in ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
@@ -70,7 +72,7 @@ class Recipe:
             raise ValueError(f"clip must be positive, got {self.clip!r}")
         if self.data == "fixed" and (self.examples is None or self.examples < self.batch):
             raise ValueError(f"examples must be at least the batch of {self.batch} for fixed data, got {self.examples}")
-        self.build_task().check(self.model.vocabulary, self.length, self.evaluations)
+        task.check(self.model.vocabulary, self.length, self.evaluations)
 
     def build_task(self) -> Task:
         """The task to train on and be measured on. A text is not read before it is needed."""
@@ -96,11 +98,10 @@ class Recipe:
         """The recipe with other values of fields; those of the model have names such as ``model.width``."""
         of_model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
         own = {name: value for name, value in changes.items() if not name.startswith("model.")}
-        for names, kind, prefix in ((of_model, DecoderConfig, "model."), (own, Recipe, "")):
-            known = {entry.name for entry in fields(kind)}
-            for name in names:
-                if name not in known:
-                    raise ValueError(f"{prefix}{name} must be a field of a recipe: {', '.join(sorted(known))}")
+        known = [*(entry.name for entry in fields(Recipe)), *(f"model.{entry.name}" for entry in fields(DecoderConfig))]
+        for name in changes:
+            if name not in known:
+                raise ValueError(among("a field of a recipe", known, name))
         return replace(self, model=replace(self.model, **of_model), **own)
 
     def differences(self, other: "Recipe") -> dict[str, tuple[Any, Any]]:
@@ -122,8 +123,8 @@ class Recipe:
         alphabet, source = stored.pop("alphabet", None), stored.pop("text", None)
         if alphabet is not None:
             stored["task_options"] = {"alphabet": alphabet}
-        if source is not None:
-            stored["task_options"] = source
+        if source is not None:  # whose evaluation text was None where none was named
+            stored["task_options"] = {name: value for name, value in source.items() if value is not None}
         stored["model"] = DecoderConfig.from_dict(stored["model"])
         stored["evaluations"] = tuple(Evaluation(**entry) for entry in stored["evaluations"])
         return cls(**stored)

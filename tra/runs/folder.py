@@ -109,17 +109,28 @@ class Run:
         """Where pictures of its attention go."""
         return self.folder / INSPECTION
 
+    def check_place(self) -> None:
+        """Raise a ValueError where no folder can be, without making one."""
+        for place in (self.folder, *self.folder.parents):
+            if place.is_dir():
+                if not os.access(place, os.W_OK):
+                    raise ValueError(f"folder must be writable, but {place} is not")
+                return
+            if place.exists():
+                raise ValueError(f"folder must be a folder, but {place} is a file")
+
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Hold the folder against other processes."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"folder must be a folder, but {self.folder} is a file")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.check_place()
         lock = FileLock(self.folder / LOCK, timeout=0)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except Timeout:
             raise RunError(f"another process is training in {self.folder}") from None
+        except OSError as error:  # a system of files that is read-only, say
+            raise ValueError(f"folder must be writable, but {self.folder} is not: {error.strerror or error}") from error
         try:
             remove_partial(self.folder)
             yield
@@ -127,7 +138,8 @@ class Run:
             lock.release()
 
     def record(self, recipe: Recipe, task: Task) -> None:
-        """Store the recipe, and the tokenizer of a text, or check that they are those stored."""
+        """Store the recipe, and the tokenizer of a text, or check that they are those stored. They are the run's now:
+        nothing need be read again."""
         if self.exists:
             self.check_recipe(recipe)
         if isinstance(task, ReadsText):
@@ -140,6 +152,7 @@ class Run:
                 )
         if not self.exists:
             write_text(self.folder / RECIPE, recipe.to_json())
+        self.recipe, self.task = recipe, task
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise a ValueError that names what differs unless this is the recipe of the run."""

@@ -57,6 +57,7 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
             f"{accelerator.num_processes} x {recipe.accumulate}, got {recipe.batch}"
         )
     first = accelerator.is_main_process
+    run.check_place()  # before a text is made ready, which may take long
     with nullcontext() if first else hidden():
         task.prepare(recipe.model.vocabulary, recipe.length, recipe.evaluations)
         with run.claimed() if first else nullcontext():
@@ -67,7 +68,7 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
             if first and run.finished(recipe) is None:
                 results = measure_all(model, task, recipe.evaluations, recipe.model.label)
                 run.store_results(recipe.steps, task, results)
-    # Known already; nothing need be loaded.
+    # Known already, in every process; nothing need be loaded.
     run.recipe, run.task, run.model, run.step = recipe, task, model.eval(), recipe.steps
     return run
 
