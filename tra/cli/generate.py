@@ -33,6 +33,7 @@ class Generate(Common):
     beams: int = 1
     """Beams of beam search, which neither samples nor streams."""
     seed: int = 0
+    """Of sampling: the same seed gives the same text."""
     json: bool = False
     """Print JSON at the end instead of streaming."""
 

@@ -161,7 +161,7 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
     def options(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
         if info.type_origin is not dict and info.type is not dict:
             return None
-        return spec("*", "NAME=VALUE", settings, lambda value: isinstance(value, dict), written)
+        return spec("*", "[NAME=VALUE ...]", settings, lambda value: isinstance(value, dict), written)
 
     @registry.primitive_rule
     def lists(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
@@ -171,7 +171,7 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
         one = _whole_number if of[0] is int else str
         return spec(
             "*",
-            "INT" if of[0] is int else "STR",
+            "[INT ...]" if of[0] is int else "[STR ...]",
             lambda texts: tuple(one(text) for text in listed(texts)),
             lambda value: isinstance(value, tuple),
             lambda values: [str(value) for value in values],
@@ -214,14 +214,16 @@ def _without_alias(argument: str) -> str:
 
 def _one_line(box: str, command: str) -> str:
     """What tyro says in a box, without the box and without its hints."""
-    said: list[str] = []
+    said: list[str] | None = None
     for line in box.splitlines():
         text = line.strip().strip("│").strip()
-        if said and re.fullmatch(r"[─╰╯]+", text):
-            break
-        if text and not re.match(r"[╭╰─]", text):
+        if re.match(r"[╭╰─]|-{3,}$", text):  # a console that cannot show the box has lines of hyphens
+            if said is not None:
+                break
+            said = []
+        elif said is not None and text:
             said.append(text)
-    text = " ".join(said) or "the arguments could not be understood"
+    text = " ".join(said or []) or "the arguments could not be understood"
     if missing := re.match(r"Missing from .*?: (\S+)", text):
         return f"{missing[1]} must be given; see tra {command} --help"
     if choice := re.match(r"invalid choice (\S+) for argument '(\S+)'. Expected one of \((.*?),?\)", text):
@@ -253,7 +255,7 @@ def option_names(kind: Any, prefix: str = "") -> list[str]:
         else:
             name = entry.name.replace("_", "-")
             found += [f"--{prefix}{name}", f"--{prefix}no-{name}"] if bare is bool else [f"--{prefix}{name}"]
-    return [*found, *([] if prefix else ALIASES)]
+    return [*found, *(alias for alias, name in ALIASES.items() if name in found)]
 
 
 def _abbreviated(name: str, known: Sequence[str]) -> list[str]:

@@ -53,6 +53,7 @@ class Resume(Common):
     resume: Path
     """The run folder."""
     track: tuple[str, ...] = ()
+    """Trackers to tell the metrics too."""
 
 
 def run(arguments: list[str]) -> int:

@@ -7,6 +7,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from tra import plugins
 from tra.errors import RunError
 from tra.files import write_text, written_aside
 from tra.hub.modeling import TraForCausalLM, from_decoder
@@ -55,6 +56,7 @@ def model_card(run: Run, name: str) -> str:
     recipe, task = run.recipe, run.task
     model, reads = recipe.model, isinstance(task, ReadsText)
     trained, measured_on = task.texts() if isinstance(task, ReadsText) else (recipe.task, "")
+    needed = plugins.source("MECHANISMS", model.attention)
     parts = [
         "---\nlibrary_name: transformers\ntags:\n- threshold-relative-attention\n"
         + ("pipeline_tag: text-generation\n" if reads else "")
@@ -64,20 +66,25 @@ def model_card(run: Run, name: str) -> str:
         f"attention, trained with threshold-relative-attention on {Path(trained).name} at up to {recipe.length:,} "
         f"{task.unit}, for {run.step:,} of {recipe.steps:,} steps.\n",
         "```python\nimport tra.hub  # registers the model; no code is loaded from this folder\n"
-        + "".join(f'tra.plugins.load("{plugin}")\n' for plugin in recipe.plugins)
-        + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        + ("" if needed is None else f'tra.plugins.load("{needed}")  # which has the mechanism\n')
+        + f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if reads else ''}\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         + (f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if reads else "")
         + "```\n",
     ]
+    if recipe.plugins:
+        names = (
+            f"{name} ({version})" if version else name for name, version in plugins.versions(recipe.plugins).items()
+        )
+        parts.append(f"It was trained with names from outside the package, of the plug-in {', '.join(names)}.\n")
     if not reads:
         parts.append(f"It has no tokenizer: token i is the i-th of `{' '.join(task.symbols)}`.\n")
     measured = _measured(run)
     if measured is None:
         parts.append("## Results\n\nNothing was measured.\n")
     else:
-        on = f"{Path(measured_on).name}, " if measured_on else ""
-        at = f"Measured on {on}with {measured.environment['processor']}.\n"
+        on = f"on {Path(measured_on).name}, " if measured_on else ""
+        at = f"Measured {on}with {measured.environment['processor']}.\n"
         # The tables are sections of their own where they stand alone.
         table = results_table(model.label, measured.results, task.unit).replace("## ", "### ")
         parts.append(f"## Results\n\n{at}\n{table}")

@@ -1,0 +1,36 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tra.recipes import RECIPES, Evaluation, Recipe, RecipeOf
+from tra.runs import train
+
+SETS = ("iid", "sparse", "dense")
+WHOLE = RECIPES["flip-flop-small"]
+
+
+def tiny(attention: str = "tra") -> Recipe:
+    """The small recipe, cut down to a second, under its own name."""
+    whole = WHOLE(attention)
+    return replace(
+        whole,
+        steps=4,
+        batch=4,
+        length=16,
+        model=replace(whole.model, layers=1, heads=2, width=16),
+        evaluations=tuple(Evaluation(name, length, 4) for length in (16, 32) for name in SETS),
+    )
+
+
+@pytest.fixture
+def tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> RecipeOf:
+    """What flip-flop-small is for the test."""
+    monkeypatch.setitem(RECIPES, "flip-flop-small", tiny)
+    return tiny
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run on a task, which no test may change."""
+    return train(tiny(), tmp_path_factory.mktemp("finished") / "run").folder

@@ -1,0 +1,123 @@
+"""What all commands share: help, plug-ins, and one line for whatever goes wrong."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calling import Captured, fails, help_of, shows
+from tra import __version__
+from tra.cli import COMMANDS, main
+
+SOME = {
+    "demo": [],
+    "train": ["flip-flop-small"],
+    "evaluate": ["nowhere"],
+    "reproduce": ["table1"],
+    "inspect": ["nowhere"],
+    "export": ["nowhere", "new"],
+    "generate": ["nowhere", "--prompt", "The"],
+    "bench": [],
+    "list": [],
+}
+"""Of every command, arguments that it understands."""
+
+
+def test_help_names_every_command(capsys: Captured) -> None:
+    assert shows([], capsys) == shows(["--help"], capsys) == shows(["-h"], capsys)
+    shown = shows([], capsys)
+    assert all(f"\n  {name} " in shown for name in SOME)
+    assert set(SOME) == set(COMMANDS)
+
+
+def test_every_command_is_a_file_of_its_own() -> None:
+    folder = Path(sys.modules["tra.cli"].__file__ or "").parent
+    assert set(COMMANDS) <= {file.stem for file in folder.glob("*.py")}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_says_what_it_does_and_names_plugin(command: str, capsys: Captured) -> None:
+    shown = help_of([command], capsys)
+    assert shown.startswith(f"usage: tra {command}")
+    assert "--plugin" in shown
+    assert len(shown) > 400
+
+
+@pytest.mark.parametrize("command", [[name] for name in COMMANDS] + [["train", "flip-flop-small"]])
+def test_help_explains_every_option(command: list[str], capsys: Captured) -> None:
+    """An option without a description would be followed by its default at once."""
+    kinds = r"(?:\{None\}\|)?(?:INT|STR|FLOAT|PATH|\[[^()]*\]|\{[^()]*\})"
+    bare = re.findall(rf"--([\w.-]+)(?:, --[\w.-]+| {kinds}) \(default", help_of(command, capsys))
+    # What a recipe says in words that explain themselves.
+    known = "seed steps learning-rate weight-decay log-every checkpoint-every keep-checkpoints model.layers model.heads"
+    assert set(bare) <= ({*known.split(), "model.width"} if len(command) > 1 else set())
+
+
+def test_the_version_is_the_packages(capsys: Captured) -> None:
+    assert shows(["--version"], capsys) == f"tra {__version__}\n"
+
+
+def test_a_misspelt_command_gets_a_suggestion(capsys: Captured) -> None:
+    error = fails(["trian"], capsys)
+    assert error.startswith("command must be one of bench, demo, ")
+    assert error.endswith("got 'trian'; did you mean 'train'?")
+
+
+@pytest.mark.parametrize("command", SOME)
+def test_every_command_loads_plug_ins_first(command: str, capsys: Captured) -> None:
+    error = fails([command, *SOME[command], "--plugin", "no_such_module"], capsys)
+    assert error.startswith("plugin must be the name of a module or a path ending in .py, got 'no_such_module'")
+
+
+@pytest.mark.parametrize("command", SOME)
+def test_every_command_refuses_an_option_that_it_does_not_have(command: str, capsys: Captured) -> None:
+    error = fails([command, *SOME[command], "--plugni", "x"], capsys)
+    assert "--plugni is no option of tra " in error
+    assert error.endswith("; did you mean --plugin?")
+
+
+def test_what_plugin_takes_by_mistake_is_said(capsys: Captured) -> None:
+    error = fails(["evaluate", "--plugin", "json", "runs/mine"], capsys)
+    assert "got 'runs/mine'" in error
+    assert error.endswith("; what is no plug-in goes before --plugin")
+
+
+@pytest.mark.parametrize("words", [["json", "csv"], ["json,csv"], ["json,", "csv"]])
+def test_plug_ins_are_a_list_like_any_other(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr("tra.plugins.load", loaded.append)
+    assert main(["evaluate", "nowhere", "--plugin", *words]) == 2
+    assert loaded == ["json", "csv"]
+
+
+def test_a_file_where_a_folder_should_be_is_one_line(tmp_path: Path, finished_run: Path, capsys: Captured) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for command in ("evaluate", "inspect"):
+        assert fails([command, str(file)], capsys) == f"run must be a folder that holds recipe.json, got {file}"
+    assert fails(["train", "--resume", str(file)], capsys) == f"run must be a folder that holds recipe.json, got {file}"
+    assert "recipe.json (a run) or config.json (exported)" in fails(["generate", str(file), "--prompt", "a"], capsys)
+    assert fails(["export", str(finished_run), str(file)], capsys) == f"folder must not exist yet, got {file}"
+    assert str(file) in fails(["export", str(finished_run), str(file / "new")], capsys, code=1)
+    assert str(file) in fails(["inspect", str(finished_run), "--output", str(file)], capsys, code=1)
+    error = fails(["train", "flip-flop-small", "--steps", "1", "--output", str(file)], capsys)
+    assert error == f"folder must be a folder, but {file} is a file"
+    assert (
+        fails(["reproduce", "demo", "--output", str(file)], capsys) == f"output must be a folder, but {file} is a file"
+    )
+    assert file.read_text() == "mine"
+
+
+def test_the_command_says_what_to_install_when_extras_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(\"No module named 'tyro'\")")
+    process = subprocess.run(
+        [sys.executable, "-m", "tra", "list"],
+        env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert "pip install 'threshold-relative-attention[train]'" in process.stderr
