@@ -35,7 +35,7 @@ sanitize: setup
 	  $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
-	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider tests/ops/test_semantics.py tests/ops/test_cpu.py \
+	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix tests/ops/threshold_relative/,test_semantics.py test_cpu.py) \
 	  -k "not compiler and not builds and not memory"
 
 setup: $(READY)

@@ -5,6 +5,7 @@ plain C interface, so neither torch nor Python's headers are needed to build it,
 """
 
 import platform
+from glob import glob
 
 from setuptools import Extension, setup
 
@@ -33,7 +34,7 @@ setup(
         Extension(
             f"tra.ops.threshold_relative._cpu_{variant}",
             sources=[f"{FOLDER}/cpu.cpp"],
-            depends=[f"{FOLDER}/{name}.h" for name in ("plan", "simd", "walk")],
+            depends=sorted(glob(f"{FOLDER}/*.h")),
             define_macros=[("TRA_VARIANT", variant), *([("TRA_DISPATCH", "1")] if variant == "generic" else [])],
             extra_compile_args=[*COMMON, *flags],
             optional=True,

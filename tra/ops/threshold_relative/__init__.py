@@ -1,5 +1,6 @@
-"""Threshold relative attention: `api` checks and chooses, `op` registers, the others compute."""
+"""Threshold relative attention: `api` checks, `implementations` chooses, `op` registers, the others compute."""
 
 from tra.ops.threshold_relative.api import threshold_relative_attention
+from tra.ops.threshold_relative.implementations import describe_implementations
 
-__all__ = ["threshold_relative_attention"]
+__all__ = ["describe_implementations", "threshold_relative_attention"]

@@ -1,13 +1,13 @@
-"""The public function: every check on its arguments, and the choice of an implementation."""
+"""The public function: every check on its arguments, made once and for every implementation."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from tra.lookup import lookup
-from tra.ops.threshold_relative import cpu
-from tra.ops.threshold_relative.op import IMPLEMENTATIONS, forward_op
+from tra.ops.threshold_relative.call import Inputs, Options
+from tra.ops.threshold_relative.implementations import choose
+from tra.ops.threshold_relative.op import attend
 from tra.ops.visibility import check_masks
 
 ROUNDING = torch.finfo(torch.float32).eps
@@ -73,40 +73,16 @@ def threshold_relative_attention(
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3])
     _check_options(scale, threshold, dropout, tolerance, score_bound)
-    name = _choose(impl, query, value)
-    seed = None
-    if dropout > 0.0:
-        seed = torch.randint(2**62, (1,), device=query.device)
-    out, _ = forward_op(
-        query,
-        key,
-        value,
-        log_gate,
-        key_mask,
-        segment_ids,
-        seed,
+    seed = torch.randint(2**62, (1,), device=query.device) if dropout > 0.0 else None
+    inputs = Inputs(query, key, value, log_gate, key_mask, segment_ids, seed)
+    options = Options(
         float(scale),
         float(threshold),
         float(dropout),
         ROUNDING if tolerance is None else float(tolerance),
         None if score_bound is None else float(score_bound),
-        name,
     )
-    return out
-
-
-def _choose(impl: str, query: Tensor, value: Tensor) -> str:
-    if impl not in ("auto", "cpu"):
-        lookup({"auto": None, **IMPLEMENTATIONS}, impl, "impl")
-        return impl
-    refusal = cpu.refusal(query, value)
-    if refusal is None:
-        return "cpu"
-    if impl == "cpu":
-        raise ValueError(f"impl 'cpu' {refusal}")
-    if query.device.type == "cpu" and not torch.compiler.is_compiling():
-        cpu.warn_if_missing()
-    return "reference"
+    return attend(inputs, options, choose(impl, inputs, options))
 
 
 def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,10 +132,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) 
         raise ValueError(f"query must not be longer than key ({keys}), got {queries} queries")
     if log_gate.shape != query.shape[:3]:
         raise ValueError(f"log_gate must have the shape {_shape(query)[:3]} of query, got {_shape(log_gate)}")
-    # Reading the data is free on a CPU only, and impossible while tracing or for a tensor without data.
-    readable = log_gate.device.type == "cpu" and type(log_gate) in (Tensor, torch.nn.Parameter)
-    if readable and not torch.compiler.is_compiling() and bool((log_gate > 0).any()):
-        raise ValueError(f"log_gate must never be positive, got a maximum of {log_gate.max().item():g}")
 
 
 def _check_options(

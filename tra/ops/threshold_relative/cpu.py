@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tra.ops.threshold_relative.options import Options
+from tra.ops.threshold_relative.call import Gradients, Inputs, Options
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-WIDEST = 256
 LONGEST = 2**24
 """Keys are counted in float32."""
 VARIANTS = ("generic", "avx2", "avx512")
@@ -24,76 +23,67 @@ VARIANTS = ("generic", "avx2", "avx512")
 PROBLEM = struct.Struct("=50q q 3q 3q 7q 3d Q 2f 2i q")
 ABSENT = (0, 0, 0, 0, 0)
 
+NOT_BUILT = "is not built: install a C++ compiler (gcc or clang) and reinstall threshold-relative-attention"
+OTHER_SOURCES = "was built from other sources than this package's: reinstall threshold-relative-attention"
 
-def refusal(query: Tensor, value: Tensor) -> str | None:
-    """Why the kernel cannot take these tensors, or None if it can."""
+
+def about() -> str:
+    if unusable is not None:
+        return f"native kernel; not usable here: it {unusable}"
+    return (
+        f"native kernel, {variant}; refuses other devices than the CPU, float64, "
+        f"widths over {widest}, more than {LONGEST:,} keys"
+    )
+
+
+def refusal(inputs: Inputs, options: Options) -> str | None:
+    query, value = inputs.query, inputs.value
     if query.device.type not in ("cpu", "meta"):
         return f"needs tensors on the CPU, got {query.device}"
     if query.dtype not in TYPES:
         return f"computes in float32, bfloat16 and float16, got {query.dtype}"
-    if query.shape[3] > WIDEST or value.shape[3] > WIDEST:
-        return f"takes widths up to {WIDEST}, got {query.shape[3]} and {value.shape[3]}"
+    if unusable is not None:
+        return unusable
+    if query.shape[3] > widest or value.shape[3] > widest:
+        return f"takes widths up to {widest}, got {query.shape[3]} and {value.shape[3]}"
     if value.shape[2] > LONGEST:
         return f"takes up to {LONGEST} keys, got {value.shape[2]}"
-    if not LIBRARIES:
-        return "is not built: install a C++ compiler and reinstall the package"
     return None
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_gate: Tensor,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
-    """As in `reference`."""
+def passed_over(reason: str) -> None:
+    """Say once that the kernel could be had."""
+    global _warned
+    if reason == unusable and not _warned:
+        _warned = True
+        warnings.warn(
+            f"threshold_relative_attention runs many times slower without its native CPU kernel, which {reason}",
+            stacklevel=4,
+        )
+
+
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    query, key, value, log_gate = inputs[:4]
     gate = log_gate.float()
     out = query.new_empty(*query.shape[:3], value.shape[3])
     row_state = query.new_empty(*query.shape[:3], 2, dtype=torch.float32)
-    tensors = (query, key, value, out, None, None, None, None, gate, None)
-    _call("forward", tensors, row_state, key_mask, segment_ids, dropout_seed, options)
+    _call("forward", (query, key, value, out, None, None, None, None, gate, None), row_state, inputs, options)
     return out, row_state
 
 
-def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_gate: Tensor,
-    out: Tensor,
-    row_state: Tensor,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As in `reference`."""
+def backward(grad_out: Tensor, inputs: Inputs, out: Tensor, row_state: Tensor, options: Options) -> Gradients:
+    query, key, value, log_gate = inputs[:4]
     gate = log_gate.float()
-    gradients = [x.new_empty(x.shape) for x in (query, key, value, gate)]
-    tensors = (query, key, value, out, grad_out, *gradients[:3], gate, gradients[3])
-    _call("backward", tensors, row_state, key_mask, segment_ids, dropout_seed, options)
-    return gradients[0], gradients[1], gradients[2], gradients[3].to(log_gate.dtype)
+    grad_query, grad_key, grad_value, grad_gate = (x.new_empty(x.shape) for x in (query, key, value, gate))
+    tensors = (query, key, value, out, grad_out, grad_query, grad_key, grad_value, gate, grad_gate)
+    _call("backward", tensors, row_state, inputs, options)
+    return grad_query, grad_key, grad_value, grad_gate.to(log_gate.dtype)
 
 
-def _call(
-    name: str,
-    tensors: tuple[Tensor | None, ...],
-    row_state: Tensor,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    options: Options,
-) -> None:
+def _call(name: str, tensors: tuple[Tensor | None, ...], row_state: Tensor, inputs: Inputs, options: Options) -> None:
+    """Run an entry point on the ten tensors of TraProblem, in its order."""
     assert variant is not None
-    query, key, value = tensors[:3]
-    assert query is not None
-    assert key is not None
-    assert value is not None
+    query, key, value, _, key_mask, segment_ids, dropout_seed = inputs
     if segment_ids is not None and segment_ids.dtype != torch.int32:
         # Renumbered, not truncated: two ids must not become one.
         segment_ids = segment_ids.unique(return_inverse=True)[1].to(torch.int32)
@@ -119,16 +109,25 @@ def _view(tensor: Tensor | None) -> tuple[int, ...]:
     return ABSENT if tensor is None else (tensor.data_ptr(), *tensor.stride(), 0, 0, 0)[:5]
 
 
-def _load() -> dict[str, ctypes.CDLL]:
-    """The variants that were built and that this processor runs."""
+def _load() -> tuple[dict[str, ctypes.CDLL], int, str | None]:
+    """The variants that were built and that this processor runs, and the widest head they take; or none, and why."""
     folder = Path(__file__).parent
     files = {name: next(iter(sorted(folder.glob(f"_cpu_{name}.*so"))), None) for name in VARIANTS}
     if files["generic"] is None:
-        return {}
-    generic = ctypes.CDLL(str(files["generic"]))
-    generic.tra_variant.restype = ctypes.c_char_p
-    runnable = VARIANTS[: VARIANTS.index(generic.tra_variant().decode()) + 1]
-    return {name: ctypes.CDLL(str(files[name])) for name in runnable if files[name] is not None}
+        return {}, 0, NOT_BUILT
+    try:
+        generic = ctypes.CDLL(str(files["generic"]))
+        generic.tra_variant.restype = ctypes.c_char_p
+        runnable = VARIANTS[: VARIANTS.index(generic.tra_variant().decode()) + 1]
+        libraries = {name: ctypes.CDLL(str(files[name])) for name in runnable if files[name] is not None}
+        # A library left over from another version would read the problem's fields at the wrong places.
+        sizes = {getattr(library, f"tra_problem_size_{name}")() for name, library in libraries.items()}
+        widest = generic.tra_widest_generic()
+    except OSError as error:
+        return {}, 0, f"cannot be loaded ({error}): reinstall threshold-relative-attention"
+    except AttributeError:  # an entry point that it does not have
+        return {}, 0, OTHER_SOURCES
+    return (libraries, widest, None) if sizes == {PROBLEM.size} else ({}, 0, OTHER_SOURCES)
 
 
 def _find_parallel() -> int | None:
@@ -150,19 +149,8 @@ def _forget_pool() -> None:
     _parallel = None
 
 
-def warn_if_missing() -> None:
-    """Say once that the kernel could be had."""
-    global _warned
-    if not LIBRARIES and not _warned:
-        _warned = True
-        warnings.warn(
-            "threshold_relative_attention runs without its native CPU kernel, many times slower: "
-            "install a C++ compiler (gcc or clang) and reinstall threshold-relative-attention",
-            stacklevel=3,
-        )
-
-
-LIBRARIES = _load()
+LIBRARIES, widest, unusable = _load()
+"""The built variants that this processor runs, the widest head they take, and if there are none, why."""
 variant = list(LIBRARIES)[-1] if LIBRARIES else None
 """The variant in use: the richest that was built and runs here."""
 _parallel = _find_parallel()

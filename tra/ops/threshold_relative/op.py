@@ -1,112 +1,147 @@
-"""The operator as PyTorch knows it: schema, fake kernels and autograd, one pair of ops for every implementation.
+"""The operator as PyTorch knows it: flat schemas, fake kernels and autograd, one pair of ops for all implementations.
 
-`impl` is already resolved here; user errors are raised in `api`.
+`impl` is already resolved here; user errors are raised in `api`, but for the one check that reads data.
 """
 
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import OpOverload
+from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
+from torch.autograd.function import _SingleLevelFunction
 
-from tra.ops.threshold_relative import cpu, reference
-from tra.ops.threshold_relative.options import Options
+from tra.ops.threshold_relative.call import Gradients, Inputs, Options
+from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
+TENSORS = len(Inputs._fields)
+CALL = (
+    "Tensor query, Tensor key, Tensor value, Tensor log_gate, "
+    "Tensor? key_mask, Tensor? segment_ids, Tensor? dropout_seed, "
+    "float scale, float threshold, float dropout, float tolerance, float? score_bound, str impl"
+)
+"""Inputs, Options and the name of the implementation, one after the other: a schema knows no structures."""
 
 
-@torch.library.custom_op("tra::threshold_relative_attention", mutates_args=())
-def forward_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_gate: Tensor,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    scale: float,
-    threshold: float,
-    dropout: float,
-    tolerance: float,
-    score_bound: float | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, options: Options, impl: str) -> Tensor:
+    """The output of the implementation of that name, differentiable once."""
+    return forward_op(*inputs, *options, impl)[0]
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, impl = _unflatten(arguments)
+    log_gate = inputs.log_gate
+    # Here, not in `api`, because tracing and transforms have no data to read before this. Free on a CPU only.
+    if log_gate.device.type == "cpu" and bool((log_gate > 0).any()):
+        raise ValueError(f"log_gate must never be positive, got a maximum of {log_gate.max().item():g}")
     # Autocast would otherwise lower the products inside the implementation.
-    with torch.autocast(query.device.type, enabled=False):
-        out, row_state = IMPLEMENTATIONS[impl].forward(
-            query,
-            key,
-            value,
-            log_gate,
-            key_mask,
-            segment_ids,
-            dropout_seed,
-            Options(scale, threshold, dropout, tolerance, score_bound),
-        )
+    with torch.autocast(log_gate.device.type, enabled=False):
+        out, row_state = IMPLEMENTATIONS[impl].forward(inputs, options)
     # Contiguous, as the fake kernel promises.
     return out.contiguous(), row_state
 
 
-@forward_op.register_fake
-def _(query, key, value, *_):
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, _, value, *_ = arguments
     rows = query.shape[:3]
     state_dtype = torch.promote_types(query.dtype, torch.float32)
     return query.new_empty(*rows, value.shape[3]), query.new_empty(*rows, 2, dtype=state_dtype)
 
 
-@torch.library.custom_op("tra::threshold_relative_attention_backward", mutates_args=())
-def backward_op(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_gate: Tensor,
-    out: Tensor,
-    row_state: Tensor,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    scale: float,
-    threshold: float,
-    dropout: float,
-    tolerance: float,
-    score_bound: float | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.autocast(query.device.type, enabled=False):
-        gradients = IMPLEMENTATIONS[impl].backward(
-            grad_out,
-            query,
-            key,
-            value,
-            log_gate,
-            out,
-            row_state,
-            key_mask,
-            segment_ids,
-            dropout_seed,
-            Options(scale, threshold, dropout, tolerance, score_bound),
-        )
+def _backward(grad_out: Tensor, out: Tensor, row_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    inputs, options, impl = _unflatten(arguments)
+    with torch.autocast(grad_out.device.type, enabled=False):
+        gradients = IMPLEMENTATIONS[impl].backward(grad_out, inputs, out, row_state, options)
     return tuple(gradient.contiguous() for gradient in gradients)
 
 
-@backward_op.register_fake
-def _(grad_out, query, key, value, log_gate, *_):
-    return tuple(x.new_empty(x.shape) for x in (query, key, value, log_gate))
+def _fake_backward(grad_out: Tensor, out: Tensor, row_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in arguments[:4])
 
 
-def _setup_context(ctx, inputs, output):
-    tensors, options = inputs[:7], inputs[7:]
-    query, key, value, log_gate, key_mask, segment_ids, dropout_seed = tensors
-    out, row_state = output
-    ctx.save_for_backward(query, key, value, log_gate, out, row_state, key_mask, segment_ids, dropout_seed)
-    ctx.options = options
-    # A by-product for backward, not a result: no gradient may enter through it.
-    ctx.mark_non_differentiable(row_state)
+def _unflatten(arguments: tuple[Any, ...]) -> tuple[Inputs, Options, str]:
+    return Inputs(*arguments[:TENSORS]), Options(*arguments[TENSORS:-1]), arguments[-1]
 
 
-def _backward(ctx, grad_out, _grad_row_state):
-    gradients = backward_op(grad_out, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *[None] * 9)
+def _unsupported(what: str) -> NotImplementedError:
+    return NotImplementedError(f"threshold_relative_attention does not support {what}")
 
 
-forward_op.register_autograd(_backward, setup_context=_setup_context)
+def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    raise _unsupported("torch.vmap: its tensors have a batch dimension of their own")
+
+
+class _Attention(_SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        out, row_state = _below_autograd(forward_op, arguments)
+        ctx.save_for_backward(out, row_state, *arguments[:TENSORS])
+        ctx.rest = arguments[TENSORS:]
+        # A by-product for backward, not a result: no gradient may enter through it.
+        ctx.mark_non_differentiable(row_state)
+        return out, row_state
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _grad_row_state: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = backward_op(grad_out, *ctx.saved_tensors, *ctx.rest)
+        return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
+
+
+class _Backward(_SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Gradients:
+        return _below_autograd(backward_op, arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise _unsupported("double backward: it is differentiable once")
+
+
+def _below_autograd(op: OpOverload, arguments: tuple[Any, ...]) -> Any:
+    # An autograd function switches gradients and tangents off; an outer transform of torch.func must still see them.
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+        return op(*arguments)
+
+
+def _differentiable(op: OpOverload, function: Any) -> Callable[..., Any]:
+    """The op's kernel above all others, which records it for backward.
+
+    `torch.library.register_autograd` serves plain autograd, but drops the tangents of forward mode without a word and
+    fails under torch.func.
+    """
+
+    def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        if any(unpack_dual(x).tangent is not None for x in tensors):
+            raise _unsupported("forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            # Transforms of torch.func come here one level at a time.
+            with enable_single_level_autograd_function():
+                return function.apply(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    return kernel
+
+
+def _register(schema: str, compute: Callable[..., Any], fake: Callable[..., Any], function: Any) -> OpOverload:
+    name = LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    op = getattr(torch.ops.tra, name).default
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, _differentiable(op, function), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"tra::{name}", fake, lib=LIBRARY)
+    torch.library.register_vmap(f"tra::{name}", _refuse_vmap, lib=LIBRARY)
+    return op
+
+
+LIBRARY = torch.library.Library("tra", "FRAGMENT")
+forward_op = _register(f"threshold_relative_attention({CALL}) -> (Tensor, Tensor)", _forward, _fake_forward, _Attention)
+backward_op = _register(
+    f"threshold_relative_attention_backward(Tensor grad_out, Tensor out, Tensor row_state, {CALL})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    _Backward,
+)

@@ -8,9 +8,17 @@ E value width.
 import torch
 from torch import Tensor
 
+from tra.ops.threshold_relative.call import Gradients, Inputs, Options
 from tra.ops.threshold_relative.dropout import dropout_factor
-from tra.ops.threshold_relative.options import Options
 from tra.ops.visibility import visible_keys
+
+
+def about() -> str:
+    return "plain PyTorch on any device, in any floating dtype; refuses nothing, holds matrices of queries x keys"
+
+
+def refusal(inputs: Inputs, options: Options) -> str | None:
+    return None
 
 
 def attention_terms(
@@ -34,19 +42,11 @@ def attention_terms(
     return keep, distance, logits.masked_fill(~keep, float("-inf"))
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_gate: Tensor,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, I, E] and what backward needs of each row, [B, H, I, 2]: the largest logit, and the
     sum of exp(logit - largest), which is 0 for rows that keep nothing."""
-    q, k, v, g, visible = _prepare(query, key, value, log_gate, key_mask, segment_ids)
+    query, key, value, log_gate = inputs[:4]
+    q, k, v, g, visible = _prepare(inputs)
     if q.numel() == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3]), g.new_zeros(*query.shape[:3], 2)
     keep, _, logits = attention_terms(q, k, g, visible, options.scale, options.threshold)
@@ -54,8 +54,8 @@ def forward(
     weights = (logits - largest[..., None]).exp()
     total = weights.sum(-1)
     weights = weights / total[..., None].masked_fill(total[..., None] == 0, 1.0)
-    if dropout_seed is not None:
-        weights = weights * dropout_factor(dropout_seed, weights.shape, options.dropout, weights.dtype)
+    if inputs.dropout_seed is not None:
+        weights = weights * dropout_factor(inputs.dropout_seed, weights.shape, options.dropout, weights.dtype)
     out = weights @ v
     bad_value = ~value.isfinite().all(-1)
     if bad_value.any():
@@ -66,21 +66,10 @@ def forward(
     return out.to(query.dtype), torch.stack([largest, total], dim=-1)
 
 
-def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_gate: Tensor,
-    out: Tensor,
-    row_state: Tensor,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(grad_out: Tensor, inputs: Inputs, out: Tensor, row_state: Tensor, options: Options) -> Gradients:
     """Return the gradients of query, key, value and log_gate; keep and distance are constants."""
-    q, k, v, g, visible = _prepare(query, key, value, log_gate, key_mask, segment_ids)
+    query, key, value, log_gate = inputs[:4]
+    q, k, v, g, visible = _prepare(inputs)
     if q.numel() == 0:
         return (
             torch.zeros_like(query),
@@ -94,8 +83,8 @@ def backward(
     weights = (logits - largest).exp() / total.masked_fill(total == 0, 1.0)
     grad_weights = grad_o @ v.transpose(-1, -2)
     dropped = weights
-    if dropout_seed is not None:
-        factor = dropout_factor(dropout_seed, weights.shape, options.dropout, weights.dtype)
+    if inputs.dropout_seed is not None:
+        factor = dropout_factor(inputs.dropout_seed, weights.shape, options.dropout, weights.dtype)
         dropped, grad_weights = weights * factor, grad_weights * factor
     delta = (weights * grad_weights).sum(-1, keepdim=True)
     grad_logits = (weights * (grad_weights - delta)).masked_fill(~keep, 0.0)
@@ -117,22 +106,16 @@ def backward(
     )
 
 
-def _prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_gate: Tensor,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _prepare(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Repeat grouped heads, promote half precision, and keep NaN and inf out of the products.
 
     A non-finite key counts as padding. Other non-finite numbers become 0 here, because 0 * NaN would
     carry them to rows they have no part in; `forward` marks the rows they do belong to.
     """
+    query, key = inputs.query, inputs.key
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
-    visible = visible_keys(query.shape[2], key.shape[2], key_mask, segment_ids, query.device)
+    visible = visible_keys(query.shape[2], key.shape[2], inputs.key_mask, inputs.segment_ids, query.device)
     visible = visible & key.isfinite().all(-1).repeat_interleave(group, dim=1)[:, :, None, :]
-    q, k, v, g = (x.to(dtype).nan_to_num(0.0, 0.0, 0.0) for x in (query, key, value, log_gate))
+    q, k, v, g = (x.to(dtype).nan_to_num(0.0, 0.0, 0.0) for x in inputs[:4])
     return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), g, visible

@@ -89,6 +89,14 @@ inline Floats exponential(Floats x) {
     return (Floats)((Words)p + ((Words)shifted << 23));
 }
 
+// Adds a term to a sum, and to `lost` what rounding took away. Numbers or vectors of them.
+template <class Number>
+inline void add_term(Number& sum, Number& lost, Number term) {
+    Number larger = sum + term;
+    lost += term - (larger - sum);
+    sum = larger;
+}
+
 // What multiply() does with what its result holds already: nothing, go on summing from there, or add
 // a sum of its own to it.
 enum class Onto { kNothing, kSum, kTotal };

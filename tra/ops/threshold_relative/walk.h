@@ -1,34 +1,109 @@
 // Many rows of one head: rows in lanes, keys from near to far, finished rows replaced.
 #pragma once
 
-#include "plan.h"
+#include "row.h"
 
 namespace {
 
+// Rows of one head in one work item when everything is visited: their state stays in L2.
+constexpr int64_t kFullVisitRows = 512;
+// With an early stop an item has at least this many: every item packs its keys anew.
+constexpr int64_t kLeastRows = 2048;
+constexpr int64_t kLargeTile = 8 * kKeys, kSmallTile = 3 * kKeys;
+// With this many rows under way a large tile's traffic matters more than its ragged ends.
+constexpr int64_t kManyRows = 768;
+// Gradients are differences of nearly equal products when one key dominates. Nothing but accuracy
+// depends on their bits, so they are summed in short chains.
+constexpr int64_t kShortChain = 32;
+
+// kMaximum goes before kForward where scores may be too large to be exponentiated as they are, and
+// finds the offsets of such rows.
 enum class Mode { kMaximum, kForward, kBackward };
 
-// The state of the rows in one group of lanes.
-struct Lanes {
-    alignas(64) float gate[kLanes];
-    alignas(64) float limit[kLanes];   // the count at which the row is done; -1 in a free lane
-    alignas(64) float count[kLanes];   // kept keys so far
-    alignas(64) float sum[kLanes];     // of weights; the largest logit under kMaximum
-    alignas(64) float offset[kLanes];  // subtracted from every logit
-    alignas(64) float poison[kLanes];  // NaN once the row has kept a value that is not finite
-    alignas(64) float delta[kLanes];
-    alignas(64) float inverse[kLanes];  // one over the sum that forward found
-    alignas(64) float carry[kLanes];   // what the sum, or grad_gate, lost by rounding
-    alignas(64) float grad_gate[kLanes];  // of the gate: sums of gradients times distances,
-    alignas(64) float grad_sum[kLanes];   // of gradients, zero but for rounding,
-    alignas(64) float mean[kLanes];       // and of weights times distances
-    alignas(64) int32_t position[kLanes];
-    alignas(64) int32_t segment[kLanes];
-    alignas(64) int32_t first_key[kLanes];
-    alignas(64) uint32_t low[kLanes];
-    alignas(64) uint32_t high[kLanes];
+// What rows carry along on their walk, a lane for each. Every member is an array of kLanes numbers of
+// four bytes: move_lane() and clear_lane() take a struct of them as the matrix that it is.
+struct alignas(64) CommonLanes {
+    float gate[kLanes];
+    float limit[kLanes];   // the count at which the row is done; -1 in a free lane
+    float count[kLanes];   // kept keys so far
+    float offset[kLanes];  // subtracted from every logit
+    int32_t position[kLanes];
+    int32_t segment[kLanes];
+    int32_t first_key[kLanes];
+    uint32_t random_low[kLanes];
+    uint32_t random_high[kLanes];
+};
+
+template <Mode kMode>
+struct Lanes;
+
+template <>
+struct Lanes<Mode::kMaximum> : CommonLanes {
+    float largest[kLanes];  // logit so far
+};
+
+template <>
+struct Lanes<Mode::kForward> : CommonLanes {
+    float sum[kLanes];  // of weights,
+    float sum_lost[kLanes];  // and what it lost by rounding
+    float poison[kLanes];    // NaN once the row has kept a value that is not finite
+};
+
+template <>
+struct Lanes<Mode::kBackward> : CommonLanes {
+    float delta[kLanes];
+    float inverse[kLanes];         // one over the sum that forward found
+    float grad_gate[kLanes];       // sum of gradients times distances,
+    float grad_gate_lost[kLanes];  // and what it lost by rounding
+    float grad_sum[kLanes];        // of gradients: zero but for rounding
+    float mean[kLanes];            // distance: sum of weights times distances
+};
+
+template <class Struct>
+void move_lane(const Struct& source, int from, Struct& target, int to) {
+    static_assert(sizeof(Struct) % (4 * kLanes) == 0, "only arrays of kLanes numbers of four bytes");
+    const char* old_lane = reinterpret_cast<const char*>(&source) + 4 * from;
+    char* new_lane = reinterpret_cast<char*>(&target) + 4 * to;
+    for (size_t at = 0; at < sizeof(Struct); at += 4 * kLanes) std::memcpy(new_lane + at, old_lane + at, 4);
+}
+template <class Struct>
+void clear_lane(Struct& lanes, int lane) {
+    static const Struct zeros = {};
+    move_lane(zeros, lane, lanes, lane);
+}
+
+// Rows that share the lanes of vectors.
+template <Mode kMode>
+struct Group {
+    static constexpr uint64_t kFull = ~uint64_t(0) >> (64 - kLanes);
+    Lanes<kMode> lanes;
     Row row[kLanes];
-    uint64_t active;
+    uint64_t active;          // one bit per lane
     int32_t lowest, highest;  // positions seen since the group was last empty
+
+    Group() { clear(); }
+    bool full() const { return active == kFull; }
+    void clear() {
+        lanes = {};
+        std::fill_n(lanes.limit, kLanes, -1.0f);
+        active = 0;
+        lowest = std::numeric_limits<int32_t>::max();
+        highest = -1;
+    }
+    // The lane that the row gets; what it carries is still to be filled in.
+    int take(const Row& entering) {
+        if (!active) clear();
+        int lane = __builtin_ctzll(~active);
+        active |= uint64_t(1) << lane;
+        row[lane] = entering;
+        lowest = std::min(lowest, entering.position);
+        highest = std::max(highest, entering.position);
+        return lane;
+    }
+    void release(int lane) {
+        active &= ~(uint64_t(1) << lane);
+        lanes.limit[lane] = -1;
+    }
 };
 
 // Valid keys of one stretch, nearest first, packed as fp32 rows.
@@ -41,15 +116,113 @@ struct Tile {
     int32_t bad[kLargeTile];
 };
 
+// What a vector of rows makes of one key after another, with its sums in registers. A key `counts`
+// where it is kept and within the row's limit; `distance` is the count before it. Forward and backward
+// leave the key's weight in `place`; backward finds in `grads` the products of the output's gradient and
+// the tile's values, and leaves the gradients of the scores there.
+template <Mode kMode, bool kDrops>
+struct Rule;
+
+inline Floats weight_of(Ints counts, Floats logit) {
+    logit = logit > kLeastExponent ? logit : splat(kLeastExponent);
+    return counts ? exponential(logit) : Floats{};
+}
+
+template <bool kDrops>
+struct Rule<Mode::kMaximum, kDrops> {
+    Lanes<Mode::kMaximum>& lanes;
+    const int at;
+    Floats largest;
+
+    Rule(const Plan&, const Tile&, float*, Lanes<Mode::kMaximum>& of, int first)
+        : lanes(of), at(first), largest(load(of.largest + first)) {}
+    void meet(int64_t, Ints counts, Floats logit, Floats, float*) {
+        largest = counts & (logit > largest) ? logit : largest;
+    }
+    void save() { store(lanes.largest + at, largest); }
+};
+
+template <bool kDrops>
+struct Rule<Mode::kForward, kDrops> {
+    const Plan& plan;
+    const Tile& tile;
+    Lanes<Mode::kForward>& lanes;
+    const int at;
+    const Words random_low, random_high;
+    Floats sum, sum_lost;
+    int64_t bad = 0;  // how many of the tile's bad values were met
+
+    Rule(const Plan& p, const Tile& t, float*, Lanes<Mode::kForward>& of, int first)
+        : plan(p), tile(t), lanes(of), at(first), random_low(load(of.random_low + first)),
+          random_high(load(of.random_high + first)), sum(load(of.sum + first)),
+          sum_lost(load(of.sum_lost + first)) {}
+    void meet(int64_t k, Ints counts, Floats logit, Floats, float* place) {
+        Floats weight = weight_of(counts, logit);
+        add_term(sum, sum_lost, weight);
+        if (__builtin_expect(bad < tile.bad_count && tile.bad[bad] == k, 0)) {
+            store(lanes.poison + at, counts ? splat(kNaN) : load(lanes.poison + at));
+            bad++;
+        }
+        if (kDrops) {
+            Ints stays = random_bits(uint32_t(tile.index[k]), random_low, random_high) >= plan.drop_below;
+            weight = stays ? weight : Floats{};
+        }
+        store(place, weight);
+    }
+    void save() {
+        store(lanes.sum + at, sum);
+        store(lanes.sum_lost + at, sum_lost);
+    }
+};
+
+template <bool kDrops>
+struct Rule<Mode::kBackward, kDrops> {
+    const Plan& plan;
+    const Tile& tile;
+    float* const grads;
+    Lanes<Mode::kBackward>& lanes;
+    const int at;
+    const Words random_low, random_high;
+    const Floats delta, inverse;
+    Floats grad_gate, grad_gate_lost, grad_sum, mean;
+
+    Rule(const Plan& p, const Tile& t, float* products, Lanes<Mode::kBackward>& of, int first)
+        : plan(p), tile(t), grads(products), lanes(of), at(first), random_low(load(of.random_low + first)),
+          random_high(load(of.random_high + first)), delta(load(of.delta + first)), inverse(load(of.inverse + first)),
+          grad_gate(load(of.grad_gate + first)), grad_gate_lost(load(of.grad_gate_lost + first)),
+          grad_sum(load(of.grad_sum + first)), mean(load(of.mean + first)) {}
+    void meet(int64_t k, Ints counts, Floats logit, Floats distance, float* place) {
+        float* grad_place = grads + k * kLanes + at;
+        Floats weight = weight_of(counts, logit) * inverse, dropped = weight, grad_weight = load(grad_place);
+        if (kDrops) {
+            Ints stays = random_bits(uint32_t(tile.index[k]), random_low, random_high) >= plan.drop_below;
+            dropped = (stays ? weight : Floats{}) * plan.drop_scale;
+            grad_weight = stays ? grad_weight * plan.drop_scale : Floats{};
+        }
+        Floats grad = weight * (grad_weight - delta);
+        add_term(grad_gate, grad_gate_lost, grad * distance);
+        grad_sum += grad;
+        mean = multiply_add(weight, distance, mean);
+        store(place, dropped);
+        store(grad_place, grad);
+    }
+    void save() {
+        store(lanes.grad_gate + at, grad_gate);
+        store(lanes.grad_gate_lost + at, grad_gate_lost);
+        store(lanes.grad_sum + at, grad_sum);
+        store(lanes.mean + at, mean);
+    }
+};
+
 template <Mode kMode>
 class Walk {
    public:
     explicit Walk(const Plan& plan) : plan_(plan), problem_(plan.problem) {
         const bool backward = kMode == Mode::kBackward;
-        sums_width_ = backward ? plan.width_lanes : kMode == Mode::kForward ? plan.value_lanes : 0;
+        result_width_ = backward ? plan.width_lanes : kMode == Mode::kForward ? plan.value_lanes : 0;
         grad_at_ = problem_.width * kLanes;
-        sums_at_ = grad_at_ + (backward ? problem_.value_width * kLanes : 0);
-        query_rows_at_ = sums_at_ + sums_width_ * round_up(kLanes, kKeys);
+        result_at_ = grad_at_ + (backward ? problem_.value_width * kLanes : 0);
+        query_rows_at_ = result_at_ + result_width_ * round_up(kLanes, kKeys);
         grad_rows_at_ = query_rows_at_ + (backward ? plan.width_lanes * kLanes : 0);
         group_size_ = grad_rows_at_ + (backward ? plan.value_lanes * kLanes : 0);
         group_size_ = round_up(group_size_, 64);
@@ -66,7 +239,7 @@ class Walk {
     void run(int64_t batch, int64_t key_head, int64_t begin, int64_t end) {
         batch_ = batch;
         key_head_ = key_head;
-        lanes_.clear();
+        groups_.clear();
         order_.clear();
         active_ = 0;
         next_ = end - 1;
@@ -80,17 +253,17 @@ class Walk {
                     while (next_ >= last_) enter(0);
                     break;
                 }
-                admit_all(next_low());
+                admit_all(choose_next_low());
                 if (!active_) continue;
             }
             tile_.high = tile_.low;
-            tile_.low = low_;
+            tile_.low = next_low_;
             pack_tile();
-            const int64_t low = next_low();
-            const size_t groups = lanes_.size();
+            const int64_t low = choose_next_low();
+            const size_t groups = groups_.size();
             for (size_t group = 0; group < groups; group++) {
-                if (!lanes_[group].active) continue;
-                if (lanes_[group].active >> kWidth) visit<kVectors>(group);
+                if (!groups_[group].active) continue;
+                if (groups_[group].active >> kWidth) visit<kVectors>(group);
                 else visit<1>(group);
                 retire(group);
                 // The next tile's rows come in while the group is in the nearest cache. Backward
@@ -99,24 +272,23 @@ class Walk {
             }
             if (kMode == Mode::kBackward) finish_keys();
             admit_all(low);
-            while (!lanes_.empty() && int64_t(lanes_.size() - 1) * kLanes >= active_ + spare()) fold();
+            while (!groups_.empty() && int64_t(groups_.size() - 1) * kLanes >= active_ + spare()) fold();
         }
     }
 
    private:
     int64_t position_of(int64_t query) const { return query + problem_.key_length - problem_.query_length; }
-    // Where the tile after this one ends.
-    int64_t next_low() {
+    int64_t choose_next_low() {
         bool large = !(problem_.tolerance > 0) || active_ > kManyRows;
-        return low_ = std::max<int64_t>(0, tile_.low - (large ? kLargeTile : kSmallTile));
+        return next_low_ = std::max<int64_t>(0, tile_.low - (large ? kLargeTile : kSmallTile));
     }
     // Rows at or after `low` take free lanes.
     void admit(int64_t low, size_t group) {
-        while (next_ >= last_ && position_of(next_) >= low && lanes_[group].active != kFull) enter(group);
+        while (next_ >= last_ && position_of(next_) >= low && !groups_[group].full()) enter(group);
     }
     void admit_all(int64_t low) {
         for (size_t group = 0; next_ >= last_ && position_of(next_) >= low; group++) {
-            if (group == lanes_.size()) add_group();
+            if (group == groups_.size()) add_group();
             admit(low, group);
         }
     }
@@ -125,9 +297,8 @@ class Walk {
     float* data(size_t group) { return arena_.data + group * group_size_; }
 
     void add_group() {
-        const size_t group = lanes_.size();
-        lanes_.emplace_back();
-        clear(lanes_.back());
+        const size_t group = groups_.size();
+        groups_.emplace_back();
         arena_.reserve((group + 1) * group_size_);
         std::memset(data(group), 0, group_size_ * sizeof(float));
     }
@@ -135,8 +306,8 @@ class Walk {
     // Puts the next row into a free lane of the group, unless there is nothing to walk for it.
     void enter(size_t group) {
         Row row;
-        float room[256], grad[256];
-        float delta = 0;
+        Components room, grad;
+        float offset = 0, delta = 0;
         const float* query;
         bool fine = open_row(plan_, batch_, key_head_ * plan_.group + next_member_, next_, room, query, row);
         if (--next_member_ < 0) {
@@ -145,48 +316,36 @@ class Walk {
         }
         if (kMode == Mode::kMaximum) {
             if (!fine || row.safe) return;
-            row.offset = 0;
         } else if (kMode == Mode::kForward) {
-            row.offset = row.safe ? 0 : row.state[0];
-            if (!fine || !std::isfinite(row.offset)) return spoil_forward(plan_, batch_, row);
-            if (row.position < 0) {
-                float zeros[256] = {};
-                return finish_forward(plan_, batch_, row, 0, 0, 0, zeros);
-            }
+            if (!row.safe) offset = row.state->offset;
+            if (!fine || !std::isfinite(offset)) return spoil_forward(plan_, row);
+            if (row.position < 0) return empty_forward(plan_, row);
         } else {
-            row.offset = row.state[0];
-            if (fine) fine = open_gradient(row, grad, delta);
-            if (!fine || row.position < 0 || row.state[1] == 0)
-                return write_gradient(row, nullptr, fine ? 0 : kNaN);
+            if (!fine || !open_backward(plan_, row, grad, delta)) return fill_backward(plan_, row, kNaN);
+            if (row.position < 0 || row.state->sum == 0) return fill_backward(plan_, row, 0);
+            offset = row.state->offset;
         }
 
-        Lanes& lanes = lanes_[group];
-        if (!lanes.active) clear(lanes);
-        int lane = __builtin_ctzll(~lanes.active);
-        lanes.active |= uint64_t(1) << lane;
+        const int lane = groups_[group].take(row);
         active_++;
+        Lanes<kMode>& lanes = groups_[group].lanes;
+        clear_lane(lanes, lane);
         lanes.gate[lane] = row.gate;
         lanes.limit[lane] = row.limit;
-        lanes.count[lane] = 0;
-        lanes.sum[lane] = kMode == Mode::kMaximum ? -kInfinity : 0;
-        lanes.inverse[lane] = kMode == Mode::kBackward ? 1 / row.state[1] : 0;
-        lanes.offset[lane] = row.offset;
-        lanes.poison[lane] = 0;
-        lanes.delta[lane] = delta;
-        lanes.carry[lane] = lanes.grad_gate[lane] = lanes.grad_sum[lane] = lanes.mean[lane] = 0;
+        lanes.offset[lane] = offset;
         lanes.position[lane] = row.position;
         lanes.segment[lane] = row.segment;
         lanes.first_key[lane] = row.first_key;
-        lanes.low[lane] = row.low;
-        lanes.high[lane] = row.high;
-        lanes.row[lane] = row;
-        lanes.lowest = std::min(lanes.lowest, row.position);
-        lanes.highest = std::max(lanes.highest, row.position);
+        lanes.random_low[lane] = row.random_low;
+        lanes.random_high[lane] = row.random_high;
+        if constexpr (kMode == Mode::kMaximum) lanes.largest[lane] = -kInfinity;
 
         float* base = data(group);
         scatter(base + lane, query, problem_.width);
-        std::memset(base + sums_at_ + lane * sums_width_, 0, sums_width_ * sizeof(float));
-        if (kMode == Mode::kBackward) {
+        std::memset(base + result_at_ + lane * result_width_, 0, result_width_ * sizeof(float));
+        if constexpr (kMode == Mode::kBackward) {
+            lanes.delta[lane] = delta;
+            lanes.inverse[lane] = 1 / row.state->sum;
             scatter(base + grad_at_ + lane, grad, problem_.value_width);
             std::memcpy(base + query_rows_at_ + lane * plan_.width_lanes, query, problem_.width * 4);
             std::memcpy(base + grad_rows_at_ + lane * plan_.value_lanes, grad, problem_.value_width * 4);
@@ -196,35 +355,6 @@ class Walk {
 
     static void scatter(float* column, const float* from, int64_t count) {
         for (int64_t d = 0; d < count; d++) column[d * kLanes] = from[d];
-    }
-    static void clear(Lanes& lanes) {
-        std::memset(static_cast<void*>(&lanes), 0, sizeof lanes);
-        for (float& limit : lanes.limit) limit = -1;
-        lanes.lowest = std::numeric_limits<int32_t>::max();
-        lanes.highest = -1;
-    }
-
-    // The gradient of the output, and delta = gradient . output. False: not finite.
-    bool open_gradient(const Row& row, float* grad, float& delta) {
-        float room[256];
-        const int64_t width = problem_.value_width;
-        plan_.read(problem_.grad_output, batch_, row.head, row.query, width, grad);
-        delta = float(dot(grad, plan_.look(problem_.output, batch_, row.head, row.query, width, room), width));
-        return all_finite(grad, width) && std::isfinite(delta) && std::isfinite(row.state[1]);
-    }
-
-    // Distances are taken from their mean: an error in delta, which shifts all gradients of a row in
-    // proportion to their weights, then cancels instead of being multiplied by the mean distance.
-    static float gate_gradient(const Lanes& lanes, int lane) {
-        return lanes.grad_gate[lane] + (lanes.carry[lane] - lanes.mean[lane] * lanes.grad_sum[lane]);
-    }
-    void write_gradient(const Row& row, const float* sums, float grad_gate) {
-        float grad[256];
-        for (int64_t d = 0; d < problem_.width; d++)
-            grad[d] = sums ? sums[d] * problem_.scale + 0.0f : grad_gate;
-        plan_.write(problem_.grad_query, batch_, row.head, row.query, problem_.width, grad);
-        const TraTensor& gate = problem_.grad_log_gate;
-        static_cast<float*>(gate.data)[plan_.offset(gate, batch_, row.head, row.query)] = grad_gate + 0.0f;
     }
 
     void pack_tile() {
@@ -262,76 +392,73 @@ class Walk {
     template <int kCount>
     void products(int64_t stride, const float* lanes, int64_t width, int64_t chain, const float* rows, int64_t first,
                   float* to) {
-        if (stride == 64) products<64, kCount>(lanes, width, chain, rows, first, to);
-        else if (stride == 128) products<128, kCount>(lanes, width, chain, rows, first, to);
-        else products<256, kCount>(lanes, width, chain, rows, first, to);
+        if (stride == kWidest / 4) products<kWidest / 4, kCount>(lanes, width, chain, rows, first, to);
+        else if (stride == kWidest / 2) products<kWidest / 2, kCount>(lanes, width, chain, rows, first, to);
+        else products<kWidest, kCount>(lanes, width, chain, rows, first, to);
     }
 
     // All keys of the tile against one group of rows.
     template <int kCount>
-    void visit(size_t group) {
-        Lanes& lanes = lanes_[group];
-        float* base = data(group);
+    void visit(size_t index) {
+        Group<kMode>& group = groups_[index];
+        float* base = data(index);
         const int64_t count = tile_.count, tile_size = kLargeTile * kLanes;
-        float* weights = weights_.reserve((kMode == Mode::kBackward ? group + 1 : 1) * tile_size + kKeys);
+        float* weights = weights_.reserve((kMode == Mode::kBackward ? index + 1 : 1) * tile_size + kKeys);
         float* grads = nullptr;
         if (kMode == Mode::kBackward) {
-            weights += group * tile_size;
-            grads = grads_.reserve((group + 1) * tile_size + kKeys) + group * tile_size;
+            weights += index * tile_size;
+            grads = grads_.reserve((index + 1) * tile_size + kKeys) + index * tile_size;
         }
         int64_t first = 0;  // skip keys that lie after all rows of the group
-        while (first < count && tile_.index[first] > lanes.highest) first++;
+        while (first < count && tile_.index[first] > group.highest) first++;
         first -= first % kKeys;
         products<kCount>(plan_.key_stride, base, problem_.width, problem_.width, keys_.data, first, weights);
         if (kMode == Mode::kBackward)
             products<kCount>(plan_.value_stride, base + grad_at_, problem_.value_width, kShortChain, values_.data, first,
                              grads);
 
-        const bool masked = problem_.segment_ids || (count && tile_.index[0] > lanes.lowest);
+        const bool masked = problem_.segment_ids || (count && tile_.index[0] > group.lowest);
         const bool drops = plan_.drop_below && kMode != Mode::kMaximum;
         for (int n = 0; n < kCount; n++) {
-            if (masked && drops) weigh<true, true>(lanes, n, first, weights, grads);
-            else if (masked) weigh<true, false>(lanes, n, first, weights, grads);
-            else if (drops) weigh<false, true>(lanes, n, first, weights, grads);
-            else weigh<false, false>(lanes, n, first, weights, grads);
+            if (masked && drops) weigh<true, true>(group.lanes, n, first, weights, grads);
+            else if (masked) weigh<true, false>(group.lanes, n, first, weights, grads);
+            else if (drops) weigh<false, true>(group.lanes, n, first, weights, grads);
+            else weigh<false, false>(group.lanes, n, first, weights, grads);
         }
         if (kMode == Mode::kForward) {
-            add_keys(lanes.active, first, weights, values_.data, plan_.value_stride, base + sums_at_);
+            add_keys(group.active, first, weights, values_.data, plan_.value_stride, base + result_at_);
         } else if (kMode == Mode::kBackward) {
-            add_keys(lanes.active, first, grads, keys_.data, plan_.key_stride, base + sums_at_);
+            add_keys(group.active, first, grads, keys_.data, plan_.key_stride, base + result_at_);
             std::memset(weights, 0, first * kLanes * sizeof(float));
             std::memset(grads, 0, first * kLanes * sizeof(float));
         }
     }
 
     // Every row of the group adds the packed rows of the tile, weighted.
-    void add_keys(uint64_t active, int64_t first, const float* weights, const float* rows, int64_t stride, float* sums) {
+    void add_keys(uint64_t active, int64_t first, const float* weights, const float* rows, int64_t stride, float* results) {
         for (int lane = 0; lane < kLanes; lane += kKeys, active >>= kKeys) {
             if (!(active & ((1u << kKeys) - 1))) continue;
             Terms terms{tile_.count - first, rows + first * stride, stride, weights + first * kLanes + lane, kLanes};
-            float* to = sums + lane * sums_width_;
+            float* to = results + lane * result_width_;
             int64_t d = 0;
-            for (; d + kLanes <= sums_width_; d += kLanes, terms.a += kLanes)
-                multiply<kVectors, 1, false>(terms, to + d, sums_width_, Onto::kSum);
-            for (; d < sums_width_; d += kWidth, terms.a += kWidth)
-                multiply<1, 1, false>(terms, to + d, sums_width_, Onto::kSum);
+            for (; d + kLanes <= result_width_; d += kLanes, terms.a += kLanes)
+                multiply<kVectors, 1, false>(terms, to + d, result_width_, Onto::kSum);
+            for (; d < result_width_; d += kWidth, terms.a += kWidth)
+                multiply<1, 1, false>(terms, to + d, result_width_, Onto::kSum);
         }
     }
 
-    // Turns dot products into weights, in place, for one vector of rows; in backward also products
-    // of gradients and values into gradients of scores.
+    // Walks one vector of rows past the keys of the tile: which are kept, and at what distance. As a call
+    // of its own it would take a few percent more time.
     template <bool kMasked, bool kDrops>
-    void weigh(Lanes& lanes, int n, int64_t first, float* weights, float* grads) {
+    __attribute__((always_inline)) inline void weigh(Lanes<kMode>& lanes, int n, int64_t first, float* weights,
+                                                     float* grads) {
         const int at = n * kWidth;
-        const Floats gate = load(lanes.gate + at), limit = load(lanes.limit + at);
-        const Floats offset = load(lanes.offset + at), delta = load(lanes.delta + at);
-        const Floats inverse = load(lanes.inverse + at);
-        const Floats zero = {}, scale = splat(problem_.scale), threshold = splat(problem_.threshold);
+        const Floats gate = load(lanes.gate + at), limit = load(lanes.limit + at), offset = load(lanes.offset + at);
+        const Floats scale = splat(problem_.scale), threshold = splat(problem_.threshold);
         const Ints position = load(lanes.position + at), segment = load(lanes.segment + at);
-        const Words low = load(lanes.low + at), high = load(lanes.high + at);
-        Floats count = load(lanes.count + at), sum = load(lanes.sum + at), carry = load(lanes.carry + at);
-        Floats grad_gate = load(lanes.grad_gate + at), grad_sum = load(lanes.grad_sum + at), mean = load(lanes.mean + at);
-        int64_t bad = 0;
+        Floats count = load(lanes.count + at);
+        Rule<kMode, kDrops> rule(plan_, tile_, grads, lanes, at);
         for (int64_t k = first; k < tile_.count; k++) {
             float* place = weights + k * kLanes + at;
             Floats score = load(place) * scale;
@@ -341,50 +468,10 @@ class Walk {
             Floats logit = multiply_add(gate, count, score) - offset;
             Floats distance = count;
             count = keep ? count + 1.0f : count;
-            if (kMode == Mode::kMaximum) {
-                sum = counts & (logit > sum) ? logit : sum;
-                continue;
-            }
-            logit = logit > kLeastExponent ? logit : splat(kLeastExponent);
-            Floats weight = counts ? exponential(logit) : zero;
-            if (kMode == Mode::kForward) {
-                Floats larger = sum + weight;
-                carry += weight - (larger - sum);
-                sum = larger;
-            }
-            if (kMode == Mode::kForward && __builtin_expect(bad < tile_.bad_count && tile_.bad[bad] == k, 0)) {
-                store(lanes.poison + at, counts ? splat(kNaN) : load(lanes.poison + at));
-                bad++;
-            }
-            if (kMode == Mode::kBackward) weight *= inverse;
-            Floats dropped = weight;
-            if (kDrops) {
-                Ints stays = random_bits(uint32_t(tile_.index[k]), low, high) >= plan_.drop_below;
-                dropped = stays ? weight : zero;
-                if (kMode == Mode::kBackward) {
-                    dropped *= plan_.drop_scale;
-                    Floats product = load(grads + k * kLanes + at);
-                    store(grads + k * kLanes + at, stays ? product * plan_.drop_scale : zero);
-                }
-            }
-            store(place, dropped);
-            if (kMode == Mode::kBackward) {
-                float* grad_place = grads + k * kLanes + at;
-                Floats grad = weight * (load(grad_place) - delta);
-                Floats term = grad * distance, larger = grad_gate + term;
-                carry += term - (larger - grad_gate);
-                grad_gate = larger;
-                grad_sum += grad;
-                mean = multiply_add(weight, distance, mean);
-                store(grad_place, grad);
-            }
+            rule.meet(k, counts, logit, distance, place);
         }
         store(lanes.count + at, count);
-        store(lanes.sum + at, sum);
-        store(lanes.carry + at, carry);
-        store(lanes.grad_gate + at, grad_gate);
-        store(lanes.grad_sum + at, grad_sum);
-        store(lanes.mean + at, mean);
+        rule.save();
     }
 
     // Gradients of the tile's keys and values: every row that sees them is under way, so they are
@@ -417,7 +504,7 @@ class Walk {
     }
     void filter_order() {  // rows that have left
         if (int64_t(order_.size()) == active_) return;
-        auto gone = [&](int64_t slot) { return !(lanes_[slot / kLanes].active >> (slot % kLanes) & 1); };
+        auto gone = [&](int64_t slot) { return !(groups_[slot / kLanes].active >> (slot % kLanes) & 1); };
         order_.erase(std::remove_if(order_.begin(), order_.end(), gone), order_.end());
     }
     void add_rows(int64_t begin, int64_t count, const float* weights, const std::vector<int64_t>& index,
@@ -434,7 +521,7 @@ class Walk {
 
     // Takes out the rows of a group that are done.
     void retire(size_t group) {
-        Lanes& lanes = lanes_[group];
+        const Lanes<kMode>& lanes = groups_[group].lanes;
         uint64_t done = 0;
         for (int n = 0; n < kVectors; n++) {
             const int at = n * kWidth;
@@ -442,74 +529,115 @@ class Walk {
                         (load(lanes.first_key + at) >= int32_t(tile_.low));
             done |= bits_of(over) << at;
         }
-        for (done &= lanes.active; done; done &= done - 1) leave(group, __builtin_ctzll(done));
+        for (done &= groups_[group].active; done; done &= done - 1) leave(group, __builtin_ctzll(done));
     }
 
     // Moves the rows of the last group into free lanes of the others.
     void fold() {
-        const size_t from = lanes_.size() - 1;
+        const size_t from = groups_.size() - 1;
         size_t to = 0;
-        for (uint64_t left = lanes_[from].active; left; left &= left - 1) {
-            int lane = __builtin_ctzll(left);
-            while (lanes_[to].active == kFull) to++;
-            Lanes &source = lanes_[from], &target = lanes_[to];
-            if (!target.active) clear(target);
-            int free = __builtin_ctzll(~target.active);
-            target.active |= uint64_t(1) << free;
-            for (auto field : {&Lanes::gate, &Lanes::limit, &Lanes::count, &Lanes::sum, &Lanes::carry, &Lanes::offset,
-                               &Lanes::poison, &Lanes::delta, &Lanes::inverse, &Lanes::grad_gate, &Lanes::grad_sum,
-                               &Lanes::mean})
-                (target.*field)[free] = (source.*field)[lane];
-            target.position[free] = source.position[lane];
-            target.segment[free] = source.segment[lane];
-            target.first_key[free] = source.first_key[lane];
-            target.low[free] = source.low[lane];
-            target.high[free] = source.high[lane];
-            target.row[free] = source.row[lane];
-            target.lowest = std::min(target.lowest, source.position[lane]);
-            target.highest = std::max(target.highest, source.position[lane]);
+        for (uint64_t left = groups_[from].active; left; left &= left - 1) {
+            const int lane = __builtin_ctzll(left);
+            while (groups_[to].full()) to++;
+            Group<kMode> &source = groups_[from], &target = groups_[to];
+            const int free = target.take(source.row[lane]);
+            move_lane(source.lanes, lane, target.lanes, free);
             float *old_base = data(from), *new_base = data(to);
             auto move_row = [&](int64_t at, int64_t width) {
                 std::memcpy(new_base + at + free * width, old_base + at + lane * width, width * sizeof(float));
             };
-            for (int64_t at = 0; at < sums_at_; at += kLanes) new_base[at + free] = old_base[at + lane];
-            move_row(sums_at_, sums_width_);
+            for (int64_t at = 0; at < result_at_; at += kLanes) new_base[at + free] = old_base[at + lane];
+            move_row(result_at_, result_width_);
             if (kMode == Mode::kBackward) {
                 move_row(query_rows_at_, plan_.width_lanes);
                 move_row(grad_rows_at_, plan_.value_lanes);
                 std::replace(order_.begin(), order_.end(), int64_t(from) * kLanes + lane, int64_t(to) * kLanes + free);
             }
         }
-        lanes_.pop_back();
+        groups_.pop_back();
     }
 
     void leave(size_t group, int lane) {
-        Lanes& lanes = lanes_[group];
-        const Row& row = lanes.row[lane];
-        float* sums = data(group) + sums_at_ + lane * sums_width_;
-        if (kMode == Mode::kMaximum) row.state[0] = lanes.count[lane] > 0 ? lanes.sum[lane] : 0;
-        else if (kMode == Mode::kBackward) write_gradient(row, sums, gate_gradient(lanes, lane));
-        else finish_forward(plan_, batch_, row, lanes.offset[lane], lanes.sum[lane] + lanes.carry[lane],
-                            lanes.poison[lane], sums);
-        lanes.active &= ~(uint64_t(1) << lane);
-        lanes.limit[lane] = -1;
+        const Lanes<kMode>& lanes = groups_[group].lanes;
+        const Row& row = groups_[group].row[lane];
+        float* result = data(group) + result_at_ + lane * result_width_;
+        if constexpr (kMode == Mode::kMaximum) {
+            row.state->offset = lanes.count[lane] > 0 ? lanes.largest[lane] : 0;
+        } else if constexpr (kMode == Mode::kForward) {
+            float sum = lanes.sum[lane] + lanes.sum_lost[lane];
+            finish_forward(plan_, row, lanes.offset[lane], sum, lanes.poison[lane], result);
+        } else {
+            // Distances are taken from their mean: an error in delta, which shifts all gradients of a row in
+            // proportion to their weights, then cancels instead of being multiplied by the mean distance.
+            float shift = lanes.mean[lane] * lanes.grad_sum[lane];
+            finish_backward(plan_, row, result, lanes.grad_gate[lane] + (lanes.grad_gate_lost[lane] - shift));
+        }
+        groups_[group].release(lane);
         active_--;
     }
 
-    static constexpr uint64_t kFull = ~uint64_t(0) >> (64 - kLanes);
     const Plan& plan_;
     const TraProblem& problem_;
     int64_t batch_ = 0, key_head_ = 0;
-    int64_t low_ = 0;  // of the next tile
-    int64_t active_ = 0;                              // rows under way
-    int64_t next_ = 0, next_member_ = 0, last_ = 0;   // the next to enter, its head in the group; the last
-    std::vector<Lanes> lanes_;
+    int64_t next_low_ = 0;                           // where the tile after this one ends
+    int64_t active_ = 0;                             // rows under way
+    int64_t next_ = 0, next_member_ = 0, last_ = 0;  // the next to enter, its head in the group; the last
+    std::vector<Group<kMode>> groups_;
     std::vector<int64_t> order_;  // backward: lanes of the rows under way, in order of entry
     std::vector<int64_t> query_index_, grad_index_, weight_index_;
-    // Parts of a group in the arena: components by lane, and for backward also row by row.
-    int64_t grad_at_, sums_at_, sums_width_, query_rows_at_, grad_rows_at_, group_size_;
+    // Parts of a group in the arena: components by lane, for backward also row by row, and row by row
+    // what the walk sums up for the row: its output in forward, its query's gradient in backward.
+    int64_t grad_at_, result_at_, result_width_, query_rows_at_, grad_rows_at_, group_size_;
     Buffer arena_, keys_, values_, weights_, grads_, grad_keys_, grad_values_;
     Tile tile_;
+};
+
+int64_t rows_per_item(const Plan& plan) {
+    const TraProblem& p = plan.problem;
+    if (!(p.tolerance > 0)) return std::max<int64_t>(1, kFullVisitRows / plan.group);
+    int64_t heads = std::max<int64_t>(1, p.batch * p.key_heads), wanted = p.threads > 1 ? 2 * p.threads : 1;
+    if (heads >= wanted) return p.query_length;
+    return std::max<int64_t>(kLeastRows / plan.group + 1, p.query_length * heads / wanted + 1);
+}
+
+int64_t forward_items(const Plan& plan) {
+    const TraProblem& p = plan.problem;
+    int64_t size = rows_per_item(plan);
+    return p.batch * p.key_heads * ((p.query_length + size - 1) / size);
+}
+
+struct ForwardWorker {
+    const Plan& plan;
+    Walk<Mode::kMaximum> maximum;
+    Walk<Mode::kForward> forward;
+    explicit ForwardWorker(const Plan& p) : plan(p), maximum(p), forward(p) {}
+    void operator()(int64_t item) {
+        const TraProblem& p = plan.problem;
+        // The last rows of a head are the dearest: they come first.
+        int64_t size = rows_per_item(plan), heads = p.batch * p.key_heads;
+        int64_t blocks = (p.query_length + size - 1) / size;
+        int64_t block = blocks - 1 - item / heads, head = item % heads;
+        int64_t begin = block * size, end = std::min(p.query_length, begin + size);
+        if (p.score_bound < 0 || p.score_bound * kBoundSlack > kSafeBound || p.threshold < -kSafeBound)
+            maximum.run(head / p.key_heads, head % p.key_heads, begin, end);
+        forward.run(head / p.key_heads, head % p.key_heads, begin, end);
+    }
+};
+
+struct BackwardWorker {
+    const Plan& plan;
+    Walk<Mode::kBackward> walk;
+    explicit BackwardWorker(const Plan& p) : plan(p), walk(p) {}
+    void operator()(int64_t item) {
+        const TraProblem& p = plan.problem;
+        const Components zeros = {};
+        int64_t batch = item / p.key_heads, head = item % p.key_heads;
+        for (int64_t key = 0; key < p.key_length; key++) {  // some are masked or beyond every row's reach
+            plan.write(p.grad_key, batch, head, key, p.width, zeros);
+            plan.write(p.grad_value, batch, head, key, p.value_width, zeros);
+        }
+        walk.run(batch, head, 0, p.query_length);
+    }
 };
 
 }  // namespace

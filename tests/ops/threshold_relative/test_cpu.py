@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -19,11 +20,11 @@ from torch.testing import assert_close
 
 from tests.ops.inputs import integer_inputs, random_inputs
 from tests.ops.oracle import dense_attention
-from tra.bench import peak_memory
+from tra.bench.memory import peak_of_attention
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(params=sorted(cpu.LIBRARIES) or ["none built"])
@@ -73,15 +74,6 @@ def test_every_variant_for_this_processor_is_built() -> None:
         assert "avx2" in cpu.LIBRARIES
 
 
-def test_auto_takes_the_kernel_where_it_can_and_never_fails_where_the_reference_works() -> None:
-    narrow = random_inputs(dtype=torch.float32)
-    assert equal_bits(run(*narrow, impl="auto"), run(*narrow))
-    double = random_inputs(dtype=torch.float64)
-    assert equal_bits(run(*double, impl="auto"), run(*double, impl="reference"))
-    wide = random_inputs(width=300, dtype=torch.float32)
-    assert equal_bits(run(*wide, impl="auto"), run(*wide, impl="reference"))
-
-
 @pytest.mark.parametrize(
     "inputs, message",
     [
@@ -90,9 +82,63 @@ def test_auto_takes_the_kernel_where_it_can_and_never_fails_where_the_reference_
         (random_inputs(value_width=300, dtype=torch.float32), "impl 'cpu' takes widths up to 256, got 8 and 300"),
     ],
 )
-def test_asked_for_by_name_it_refuses_rather_than_falls_back(inputs: tuple[Tensor, ...], message: str) -> None:
+def test_what_it_cannot_take_it_refuses_and_auto_gives_to_the_reference(
+    inputs: tuple[Tensor, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         run(*inputs)
+    assert equal_bits(run(*inputs, impl="auto"), run(*inputs, impl="reference"))
+
+
+def test_more_keys_than_it_can_count_are_refused() -> None:
+    query, key = torch.empty(1, 1, 1, 1, device="meta"), torch.empty(1, 1, 2**24 + 1, 1, device="meta")
+    with pytest.raises(ValueError, match="impl 'cpu' takes up to 16777216 keys, got 16777217"):
+        run(query, key, key, torch.empty(1, 1, 1, device="meta"))
+
+
+def test_it_says_what_it_refuses() -> None:
+    assert cpu.about() == (
+        f"native kernel, {cpu.variant}; refuses other devices than the CPU, float64, "
+        "widths over 256, more than 16,777,216 keys"
+    )
+
+
+def _missing_entry_point(_path: str) -> object:
+    return object()
+
+
+def _unreadable(path: str) -> object:
+    raise OSError(f"{path}: file too short")
+
+
+@pytest.mark.parametrize(
+    "name, fake, reason",
+    [
+        ("PROBLEM", struct.Struct(cpu.PROBLEM.format + "q"), "was built from other sources than this package's"),
+        ("ctypes.CDLL", _missing_entry_point, "was built from other sources than this package's"),
+        ("ctypes.CDLL", _unreadable, "cannot be loaded"),
+    ],
+    ids=["another struct", "no entry point", "not a library"],
+)
+def test_a_library_that_does_not_fit_is_never_called(
+    monkeypatch: pytest.MonkeyPatch, name: str, fake: object, reason: str
+) -> None:
+    with monkeypatch.context() as faked:
+        faked.setattr(f"tra.ops.threshold_relative.cpu.{name}", fake)
+        libraries, widest, unusable = cpu._load()
+    assert (libraries, widest) == ({}, 0)
+    for attribute, found in (("LIBRARIES", libraries), ("variant", None), ("widest", widest), ("unusable", unusable)):
+        monkeypatch.setattr(cpu, attribute, found)
+    monkeypatch.setattr(cpu, "_warned", False)
+    inputs = random_inputs(dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"impl 'cpu' {reason}.*: reinstall threshold-relative-attention"):
+        run(*inputs)
+    with pytest.warns(UserWarning, match=f"slower without its native CPU kernel, which {reason}") as caught:
+        out = run(*inputs, impl="auto")
+    assert [warning.filename for warning in caught] == [__file__]
+    assert equal_bits(out, run(*inputs, impl="reference"))
+    run(*inputs, impl="auto")  # says it once
+    assert reason in cpu.about()
 
 
 @pytest.mark.parametrize("length, width", [(1, 1), (7, 3), (63, 16), (111, 40), (250, 64), (65, 128), (40, 256)])
@@ -377,7 +423,7 @@ def test_works_after_fork() -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 def test_memory_is_linear_in_the_length() -> None:
     # Output and gradients are 268 MB; one 32,768 x 32,768 matrix of one head would be 4,295 MB.
-    assert 200 < peak_memory(every_key=False) < 500
+    assert 200 < peak_of_attention(every_key=False) < 500
 
 
 def _source_tree(folder: Path) -> Path:
@@ -414,15 +460,16 @@ try:
 except ValueError as error:
     refusal = str(error)
 same = torch.equal(first, threshold_relative_attention(x, x, x, gate, impl="reference"))
-print(json.dumps([[str(w.message) for w in caught], refusal, same, cpu.__file__]))
+print(json.dumps([[str(w.message) for w in caught], refusal, cpu.about(), same, cpu.__file__]))
 """
     output = subprocess.run(
         [sys.executable, "-c", program], cwd=tree, env=environment, capture_output=True, text=True, check=True
     )
-    (message,), refusal, same, file = json.loads(output.stdout)
+    (message,), refusal, about, same, file = json.loads(output.stdout)
     assert file.startswith(str(tree))
     assert "install a C++ compiler" in message
     assert "impl 'cpu' is not built" in refusal
+    assert about.startswith("native kernel; not usable here: it is not built: install a C++ compiler")
     assert same
 
 

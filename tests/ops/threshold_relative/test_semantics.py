@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from tests.ops.inputs import integer_inputs, random_inputs
 from tests.ops.oracle import loop_attention
 from tra.ops import threshold_relative_attention
-from tra.ops.threshold_relative.op import IMPLEMENTATIONS
+from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 
 LOG_HALF = math.log(0.5)
 

@@ -1,0 +1,235 @@
+"""The operator as a citizen of PyTorch: gradients, opcheck, compile, autocast, transforms; what it does not support."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual
+from torch.func import grad, hessian, jacrev, jvp, linearize, vjp, vmap
+from torch.testing import assert_close
+
+from tests.ops.inputs import random_inputs
+from tra.ops import threshold_relative_attention
+from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
+from tra.ops.threshold_relative.op import backward_op, forward_op
+
+
+def with_gradients(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    return [x.requires_grad_() for x in inputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"threshold": 0.2, "scale": 0.5},
+        {"threshold": -0.3},
+        {"key_mask": torch.tensor([[False, True, True, True, True, False, True, True, True]] * 2)},
+        {"segment_ids": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]] * 2)},
+        {"dropout": 0.4},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+@pytest.mark.parametrize(
+    "shape", [{}, {"kv_heads": 2, "queries": 4, "keys": 9, "value_width": 3}], ids=["self", "decode"]
+)
+def test_gradients_of_the_reference_equal_finite_differences(shape: dict[str, int], options: dict[str, object]) -> None:
+    inputs = with_gradients(random_inputs(**{"queries": 9, "width": 4, **shape}))
+
+    def seeded(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return threshold_relative_attention(*tensors, impl="reference", **options)
+
+    assert torch.autograd.gradcheck(seeded, inputs)
+
+
+@pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("masked", [False, True])
+def test_opcheck_finds_nothing(impl: str, masked: bool) -> None:
+    dtype = torch.float64 if impl == "reference" else torch.float32
+    inputs = with_gradients(random_inputs(queries=5, keys=9, kv_heads=2, dtype=dtype))
+    masks = (torch.rand(2, 9) < 0.8, torch.zeros(2, 9, dtype=torch.int64)) if masked else (None, None)
+    seed = torch.tensor([12345]) if masked else None
+    arguments = (*inputs, *masks, seed, 0.3, 0.0, 0.2 if masked else 0.0, 0.0, None, impl)
+    torch.library.opcheck(forward_op, arguments)
+    with torch.no_grad():
+        out, row_state = forward_op(*arguments)
+    detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+    torch.library.opcheck(backward_op, (torch.randn_like(out), out, row_state, *detached))
+
+
+@pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
+def test_compiles_without_graph_breaks_for_any_length(impl: str) -> None:
+    compiled = torch.compile(threshold_relative_attention, fullgraph=True, dynamic=True)
+    for length in (7, 12, 31):
+        eager = with_gradients(random_inputs(queries=length, dtype=torch.float32))
+        traced = with_gradients(random_inputs(queries=length, dtype=torch.float32))
+        mask = torch.rand(2, length) < 0.8
+        expected = threshold_relative_attention(*eager, key_mask=mask, impl=impl)
+        actual = compiled(*traced, key_mask=mask, impl=impl)
+        assert_close(actual, expected)
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        for left, right in zip(traced, eager, strict=True):
+            assert_close(left.grad, right.grad)
+
+
+def test_compiles_with_dropout() -> None:
+    compiled = torch.compile(threshold_relative_attention, fullgraph=True, dynamic=True)
+    inputs = random_inputs(dtype=torch.float32)
+    torch.manual_seed(1)
+    first, second = compiled(*inputs, dropout=0.5), compiled(*inputs, dropout=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(*inputs, dropout=0.5), first)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
+def test_autocast_lowers_the_inputs_and_nothing_else(impl: str) -> None:
+    query, key, value, log_gate = random_inputs(dtype=torch.float32)
+    lowered = [x.bfloat16() for x in (query, key, value)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = threshold_relative_attention(query, key.bfloat16(), value, log_gate, impl=impl)
+    # Inside the operator autocast is off: the products are those of float32.
+    assert torch.equal(out, threshold_relative_attention(*lowered, log_gate, impl=impl))
+
+
+def test_autocast_reaches_gradients() -> None:
+    inputs = with_gradients(random_inputs(dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        threshold_relative_attention(*inputs).float().sum().backward()
+    assert all(x.grad.dtype == torch.float32 and x.grad.isfinite().all() for x in inputs)
+
+
+@pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
+def test_runs_on_the_meta_device_shapes(impl: str) -> None:
+    query, key, value, log_gate = (x.to("meta") for x in random_inputs(value_width=3, dtype=torch.bfloat16))
+    out = threshold_relative_attention(query, key, value, log_gate, impl=impl)
+    assert out.shape == (2, 4, 17, 3)
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
+def test_public_function_runs_on_fake_tensors(impl: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(x) for x in random_inputs(dtype=torch.float32)]
+        assert threshold_relative_attention(*inputs, impl=impl).shape == (2, 4, 17, 8)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_positive_gate_is_an_error_wherever_there_is_data(compiled: bool) -> None:
+    query, key, value, log_gate = random_inputs(dtype=torch.float32)
+    log_gate[1, 2, 3] = 0.25
+    function = torch.compile(threshold_relative_attention, fullgraph=True) if compiled else threshold_relative_attention
+    with pytest.raises(ValueError, match=r"log_gate must never be positive, got a maximum of 0\.25"):
+        function(query, key, value, log_gate)
+
+
+@pytest.fixture(params=sorted(IMPLEMENTATIONS))
+def attend(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
+    """The operator as a function of its query alone."""
+    _, *others = random_inputs(dtype=torch.float32)
+    return lambda query: threshold_relative_attention(query, *others, impl=request.param)
+
+
+QUERY = random_inputs(dtype=torch.float32, seed=1)[0]
+
+
+def plain_gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
+    leaf = QUERY.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(function(leaf), leaf)
+    return gradient
+
+
+def test_functional_gradients_are_those_of_autograd(attend: Callable[[Tensor], Tensor]) -> None:
+    def loss(query: Tensor) -> Tensor:
+        return attend(query).square().sum()
+
+    expected = plain_gradient(loss)
+    assert expected.abs().max() > 0
+    assert torch.equal(grad(loss)(QUERY), expected)
+    assert torch.equal(torch.compile(grad(loss), fullgraph=True)(QUERY), expected)
+    out, pull = vjp(attend, QUERY)
+    assert torch.equal(pull(2 * out)[0], expected)
+    # An inner gradient that the operator has no part in does not hide the outer one.
+    nested = grad(lambda query: grad(lambda factor: (attend(query) * factor).sum())(out).square().sum())(QUERY)
+    assert torch.equal(nested, expected)
+
+
+def test_a_graph_of_the_gradient_may_be_made(attend: Callable[[Tensor], Tensor]) -> None:
+    leaf = QUERY.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(attend(leaf).square().sum(), leaf, create_graph=True)
+    assert torch.equal(gradient, plain_gradient(lambda query: attend(query).square().sum()))
+
+
+TANGENT = torch.ones_like(QUERY)
+
+
+def with_dual_numbers(attend: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    with dual_level():
+        return attend(make_dual(leaf, TANGENT))
+
+
+def twice(attend: Callable[[Tensor], Tensor]) -> Tensor:
+    leaf = QUERY.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(attend(leaf).sum(), leaf, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), leaf)[0]
+
+
+def gradient_of(attend: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return grad(lambda query: attend(query).square().sum())
+
+
+FORWARD_MODE = "forward-mode differentiation"
+UNSUPPORTED: dict[str, tuple[str, Callable[[Callable[[Tensor], Tensor]], object]]] = {
+    "jvp": (FORWARD_MODE, lambda attend: jvp(attend, (QUERY,), (TANGENT,))),
+    "dual numbers": (FORWARD_MODE, lambda attend: with_dual_numbers(attend, QUERY)),
+    "dual leaf": (FORWARD_MODE, lambda attend: with_dual_numbers(attend, QUERY.clone().requires_grad_())),
+    "linearize": (FORWARD_MODE, lambda attend: linearize(attend, QUERY)),
+    "jvp of the pullback": (FORWARD_MODE, lambda attend: jvp(vjp(attend, QUERY)[1], (QUERY,), (TANGENT,))),
+    "jvp of the gradient": (FORWARD_MODE, lambda attend: jvp(gradient_of(attend), (QUERY,), (TANGENT,))),
+    "gradient of the jvp": (
+        FORWARD_MODE,
+        lambda attend: grad(lambda query: jvp(attend, (query,), (TANGENT,))[1].sum())(QUERY),
+    ),
+    "hessian": (FORWARD_MODE, lambda attend: hessian(lambda query: attend(query).sum())(QUERY)),
+    "vmap": ("torch.vmap", lambda attend: vmap(attend)(QUERY[None])),
+    "gradient per example": ("torch.vmap", lambda attend: vmap(gradient_of(attend))(QUERY[None])),
+    "jacobian": ("torch.vmap", lambda attend: jacrev(attend)(QUERY)),
+    "double backward": ("double backward", twice),
+    "gradient of the gradient": (
+        "double backward",
+        lambda attend: grad(lambda query: gradient_of(attend)(query).sum())(QUERY),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_raises_instead_of_returning_a_number(
+    attend: Callable[[Tensor], Tensor], name: str
+) -> None:
+    what, attempt = UNSUPPORTED[name]
+    with pytest.raises(NotImplementedError, match=f"threshold_relative_attention does not support {what}"):
+        attempt(attend)
+
+
+def test_vmap_over_the_gate_raises_too() -> None:
+    query, key, value, log_gate = random_inputs(dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match=r"does not support torch\.vmap"):
+        vmap(lambda gate: threshold_relative_attention(query, key, value, gate))(log_gate[None])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_compiling_forward_mode_raises_too(attend: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(Exception, match="does not support forward-mode"):
+        torch.compile(lambda query: jvp(attend, (query,), (TANGENT,))[1], fullgraph=True)(QUERY)
+
+
+def test_a_constant_under_a_transform_is_computed_as_ever(attend: Callable[[Tensor], Tensor]) -> None:
+    constant = attend(QUERY)
+    scaled = vmap(lambda factor: factor * attend(QUERY))(torch.tensor([1.0, 2.0]))
+    assert torch.equal(scaled, torch.stack([constant, 2 * constant]))

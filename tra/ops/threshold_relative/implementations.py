@@ -1,0 +1,37 @@
+"""The implementations of the operator, in the order in which "auto" asks them."""
+
+import torch
+
+from tra.lookup import lookup
+from tra.ops.threshold_relative import cpu, reference
+from tra.ops.threshold_relative.call import Implementation, Inputs, Options
+
+IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": cpu, "reference": reference}
+"""The last one refuses nothing."""
+
+
+def choose(impl: str, inputs: Inputs, options: Options) -> str:
+    """The name of the implementation that takes the call: the one asked for, or the first that is willing."""
+    if impl != "auto":
+        lookup({"auto": None, **IMPLEMENTATIONS}, impl, "impl")
+        reason = IMPLEMENTATIONS[impl].refusal(inputs, options)
+        if reason is not None:
+            raise ValueError(f"impl {impl!r} {reason}")
+        return impl
+    for name, implementation in IMPLEMENTATIONS.items():
+        reason = implementation.refusal(inputs, options)
+        if reason is None:
+            return name
+        if hasattr(implementation, "passed_over") and not torch.compiler.is_compiling():
+            implementation.passed_over(reason)
+    raise AssertionError("every implementation refused")
+
+
+def describe_implementations() -> dict[str, str]:
+    """What each implementation is on this machine and what it refuses, in the order in which "auto" asks them.
+
+    Example:
+        >>> list(describe_implementations())
+        ['cpu', 'reference']
+    """
+    return {name: implementation.about() for name, implementation in IMPLEMENTATIONS.items()}

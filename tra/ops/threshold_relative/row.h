@@ -1,0 +1,205 @@
+// One row: what is known of it before its walk, what is written after it, and the walk of a row alone.
+#pragma once
+
+#include "plan.h"
+
+namespace {
+
+// With this few rows on one key head, lanes would stay empty: take one row at a time.
+constexpr int64_t kFewRows = 4;
+
+struct Row {
+    int64_t batch, head, query;  // indices
+    int32_t position, segment = 0, first_key = 0;
+    float gate, limit = 0;  // the row is done when it has counted this many keys
+    bool safe = true;       // its logits need no offset
+    TraRowState* state;
+    uint32_t random_low = 0, random_high = 0;  // words of the dropout generator
+};
+
+// Finds the query's components, in `room` if they must be converted. False: one of them or the gate
+// is not finite.
+bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, float* room,
+              const float*& components, Row& row) {
+    const TraProblem& p = plan.problem;
+    const int64_t index = (batch * p.query_heads + head) * p.query_length + query;
+    row.batch = batch;
+    row.head = head;
+    row.query = query;
+    row.position = int32_t(query + p.key_length - p.query_length);
+    row.state = p.row_state + index;
+    row.gate = plan.gate(p.log_gate, batch, head, query);
+    components = plan.look(p.query, batch, head, query, p.width, room);
+    if (!all_finite(components, p.width) || !std::isfinite(row.gate)) return false;
+    if (row.position < 0) return true;  // before the first key
+    double bound = p.score_bound * kBoundSlack;
+    if (p.score_bound < 0)
+        bound = std::fabs(p.scale) * std::sqrt(dot(components, components, p.width)) * kBoundSlack *
+                plan.largest_norm[(batch * p.key_heads + head / plan.group) * p.key_length + row.position];
+    double least = std::max(double(p.threshold), -bound);
+    row.safe = bound <= kSafeBound && least >= -kSafeBound;
+    double exponent = p.score_bound < 0 ? decay_needed(p, bound) : plan.decay;
+    row.limit = row.gate < 0 ? float(std::min(std::ceil(exponent / -row.gate), 1e9)) : kInfinity;
+    row.segment = plan.segment(batch, row.position);
+    row.first_key = p.segment_ids ? plan.segment_start[batch * p.key_length + row.position] : 0;
+    if (p.dropout > 0) {
+        uint32_t seed_low = uint32_t(p.seed), seed_high = uint32_t(p.seed >> 32);
+        row.random_low = mix(mix(mix(seed_low) ^ seed_high) ^ uint32_t(index));
+        row.random_high = mix(mix(mix(seed_high ^ 0x9e3779b9u) ^ seed_low) ^ uint32_t(index));
+    }
+    return true;
+}
+
+// Normalises the weighted sum of values, in place, and writes it.
+void finish_forward(const Plan& plan, const Row& row, float offset, float sum, float poison, float* output) {
+    const TraProblem& p = plan.problem;
+    *row.state = {offset, sum + poison};
+    float inverse = (sum == 0 ? 0.0f : plan.drop_scale / sum) + poison;
+    for (int64_t d = 0; d < p.value_width; d++) output[d] = output[d] * inverse + 0.0f;  // -0 becomes 0
+    plan.write(p.output, row.batch, row.head, row.query, p.value_width, output);
+}
+
+// A row that keeps nothing.
+void empty_forward(const Plan& plan, const Row& row) {
+    Components zeros = {};
+    finish_forward(plan, row, 0, 0, 0, zeros);
+}
+
+// A row that is not finite.
+void spoil_forward(const Plan& plan, const Row& row) {
+    Components zeros = {};
+    finish_forward(plan, row, 0, 1, kNaN, zeros);
+}
+
+// The gradient of the output, and delta = gradient . output. False: not finite.
+bool open_backward(const Plan& plan, const Row& row, float* grad, float& delta) {
+    const TraProblem& p = plan.problem;
+    Components room;
+    plan.read(p.grad_output, row.batch, row.head, row.query, p.value_width, grad);
+    const float* output = plan.look(p.output, row.batch, row.head, row.query, p.value_width, room);
+    delta = float(dot(grad, output, p.value_width));
+    return all_finite(grad, p.value_width) && std::isfinite(delta) && std::isfinite(row.state->sum);
+}
+
+void write_backward(const Plan& plan, const Row& row, const float* grad_query, float grad_gate) {
+    const TraProblem& p = plan.problem;
+    plan.write(p.grad_query, row.batch, row.head, row.query, p.width, grad_query);
+    plan.gate(p.grad_log_gate, row.batch, row.head, row.query) = grad_gate + 0.0f;
+}
+
+// Scales the sum of gradients of scores times keys, in place, and writes it.
+void finish_backward(const Plan& plan, const Row& row, float* grad_query, float grad_gate) {
+    const TraProblem& p = plan.problem;
+    for (int64_t d = 0; d < p.width; d++) grad_query[d] = grad_query[d] * p.scale + 0.0f;
+    write_backward(plan, row, grad_query, grad_gate);
+}
+
+// A row without a walk: all its gradients are `value`, 0 or NaN.
+void fill_backward(const Plan& plan, const Row& row, float value) {
+    Components grad_query;
+    std::fill_n(grad_query, plan.problem.width, value);
+    write_backward(plan, row, grad_query, value);
+}
+
+// Forward of one row at a time: values are read only where their key is kept.
+class SingleRow {
+   public:
+    explicit SingleRow(const Plan& plan) : plan_(plan), problem_(plan.problem) {}
+
+    void run(int64_t batch, int64_t head, int64_t query) {
+        const TraProblem& p = problem_;
+        Row row;
+        const float* components;
+        Components query_room, value_room, output = {};
+        if (!open_row(plan_, batch, head, query, query_room, components, row)) return spoil_forward(plan_, row);
+        if (row.position < 0) return empty_forward(plan_, row);
+        const int64_t key_head = head / plan_.group;
+        collect(key_head, row, components);
+
+        const int64_t count = int64_t(kept_.size());
+        float largest = -kInfinity;
+        weights_.resize(round_up(count, kWidth));
+        for (int64_t c = 0; c < count; c++) {
+            weights_[c] = multiply_add(row.gate, float(c), scores_[c]);
+            largest = std::max(largest, weights_[c]);
+        }
+        const float offset = row.safe || !count ? 0 : largest;
+        if (!std::isfinite(offset)) return spoil_forward(plan_, row);
+        for (int64_t c = 0; c < count; c += kWidth) {
+            Floats logit;
+            std::memcpy(&logit, &weights_[c], sizeof logit);
+            logit = logit - offset;
+            logit = logit > kLeastExponent ? logit : splat(kLeastExponent);
+            Floats weight = exponential(logit);
+            std::memcpy(&weights_[c], &weight, sizeof weight);
+        }
+        float sum = 0, sum_lost = 0, poison = 0;
+        for (int64_t c = 0; c < count; c++) {
+            const float weight = weights_[c];
+            add_term(sum, sum_lost, weight);
+            const float* value = plan_.look(p.value, batch, key_head, kept_[c], p.value_width, value_room);
+            if (!all_finite(value, p.value_width)) {
+                poison = kNaN;
+                continue;
+            }
+            if (plan_.drop_below &&
+                random_bits(uint32_t(kept_[c]), row.random_low, row.random_high) < plan_.drop_below)
+                continue;
+            for (int64_t d = 0; d < p.value_width; d++) output[d] = multiply_add(weight, value[d], output[d]);
+        }
+        finish_forward(plan_, row, offset, sum + sum_lost, poison, output);
+    }
+
+   private:
+    // The kept keys and their scores from near to far, up to the row's limit.
+    void collect(int64_t key_head, const Row& row, const float* query) {
+        constexpr int kTogether = 8;  // chains under way at once, to hide the latency of each
+        const TraProblem& p = problem_;
+        Components converted[kTogether];
+        kept_.clear();
+        scores_.clear();
+        int64_t key = row.position;
+        while (key >= row.first_key) {
+            const float* keys[kTogether];
+            int64_t index[kTogether];
+            int count = 0;
+            for (; key >= row.first_key && count < kTogether; key--) {
+                if (!plan_.valid(row.batch, key) || plan_.segment(row.batch, key) != row.segment) continue;
+                keys[count] = plan_.look(p.key, row.batch, key_head, key, p.width, converted[count]);
+                index[count++] = key;
+            }
+            if (!count) break;
+            for (int u = count; u < kTogether; u++) keys[u] = keys[0];
+            float sum[kTogether] = {};
+            for (int64_t d = 0; d < p.width; d++)
+                for (int u = 0; u < kTogether; u++) sum[u] = multiply_add(query[d], keys[u][d], sum[u]);
+            for (int u = 0; u < count; u++) {
+                float score = sum[u] * p.scale;
+                if (!(score > p.threshold)) continue;
+                if (!std::isfinite(score) && !all_finite(keys[u], p.width)) continue;
+                kept_.push_back(index[u]);
+                scores_.push_back(score);
+                if (float(kept_.size()) >= row.limit) return;
+            }
+        }
+    }
+
+    const Plan& plan_;
+    const TraProblem& problem_;
+    std::vector<int64_t> kept_;
+    std::vector<float> scores_, weights_;  // of the kept keys; weights_ holds their logits first
+};
+
+// About how many multiplications single rows will take, if half of the keys are kept.
+double single_row_work(const Plan& plan) {
+    const TraProblem& p = plan.problem;
+    if (p.score_bound < 0) return kInfinity;
+    double keys = 0;
+    for (int64_t row = 0; row < p.batch * p.query_heads * p.query_length; row++) {
+        int64_t query = row % p.query_length, head = row / p.query_length;
+        keys -= 2 * plan.decay / plan.gate(p.log_gate, head / p.query_heads, head % p.query_heads, query);
+    }
+    return keys >= 0 ? keys * p.width : kInfinity;
+}
+
+}  // namespace
