@@ -3,24 +3,22 @@
 import os
 import signal
 import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-import tra.training
+import tra.runs.training
 from tra import Decoder
-from tra.checkpoint import latest
 from tra.errors import Interrupted
-from tra.recipes import Recipe
+from tra.runs import load_run, train
 from tra.tasks import Batch
-from tra.training import train
 
 
-def main(folder: Path, last: int) -> None:
-    recipe = Recipe.from_json((folder / "recipe.json").read_text())
-    pieces = recipe.accumulate * (last - latest(folder / "checkpoints").step)
-    summed_loss = tra.training.summed_loss
+def main(folder: str, last: int) -> None:
+    begun = load_run(folder)
+    recipe = begun.recipe
+    pieces = recipe.accumulate * (last - begun.step)
+    summed_loss = tra.runs.training.summed_loss
 
     def observed(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         nonlocal pieces
@@ -31,17 +29,17 @@ def main(folder: Path, last: int) -> None:
         assert all(2 * parameter.to_local().numel() == parameter.numel() for parameter in model.parameters())
         return summed_loss(model, batch)
 
-    tra.training.summed_loss = observed
+    tra.runs.training.summed_loss = observed
     try:
-        model = train(recipe, folder)
+        run = train(recipe, folder)
     except Interrupted:
         assert last < recipe.steps
     else:
-        assert type(model) is Decoder
-        saved = latest(folder / "checkpoints").tensors("model")
-        assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+        assert type(run.model) is Decoder
+        saved = run.checkpoints.latest().tensors("model")
+        assert all(torch.equal(saved[name], tensor) for name, tensor in run.model.state_dict().items())
     assert pieces == 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]))
