@@ -27,19 +27,22 @@ def run(arguments: list[str]) -> int:
     if not options.attention:
         raise ValueError("attention must name at least one mechanism")
     from tra.errors import Interrupted
-    from tra.experiments import reproduce
+    from tra.experiments import Request
+    from tra.experiments.demo import DEMO
     from tra.progress import say
 
+    DEMO.chosen_rows(options.attention)  # says what is wrong before anything begins
     folder = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     words = ["tra", "demo", "--seeds", str(options.seeds), "--attention", *options.attention, "--output", str(folder)]
     again = shlex.join([*words, *options.plugin_words])
+    request = Request(
+        folder, DEMO.usual_scale, seeds=options.seeds, attention=options.attention, jobs=options.jobs, command=again
+    )
     began = time.monotonic()
     with on_console():
         say("Training on 64 tokens, then exact match at longer lengths.")
         try:
-            outcome = reproduce(
-                "demo", folder, seeds=options.seeds, attention=options.attention, jobs=options.jobs, command=again
-            )
+            outcome = DEMO.perform(request)
         except Interrupted as stop:
             raise Interrupted(f"{stop} by: {again}") from None
         say(outcome.shown)

@@ -1,6 +1,6 @@
 """`tra train`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -86,10 +86,9 @@ def _recipe(name: str, arguments: list[str]) -> tuple[Train, Recipe, Path]:
     usual = build_recipe(name, value_of(arguments, "--model.attention"))
     arguments = merged(arguments, "--task-options", _kept_options(usual, value_of(arguments, "--task")))
     arguments = merged(arguments, "--model.attention-options", usual.model.attention_options)
-    options = parse(Train, arguments, f"train {name}", Train(recipe=usual))
-    recipe = options.recipe
-    if recipe.length != usual.length:
-        recipe = recipe.measured_like(usual)
+    # Evaluations follow the length, which must be known first: those of the recipe may not suit other options.
+    options = parse(Train, arguments, f"train {name}", Train(recipe=replace(usual, evaluations=())))
+    recipe = options.recipe.measured_like(usual)
     folder = options.output or Path("runs") / recipe.folder_name
     if is_first_process():
         _check_free(folder, recipe)

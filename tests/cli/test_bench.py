@@ -1,0 +1,28 @@
+"""`tra bench`; what it measures is tested with `tra.bench`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calling import Captured, fails, json_of, shows
+
+
+def test_options_are_passed_on_and_what_was_measured_printed(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def measure(*arguments: object) -> dict[str, object]:
+        given.append(arguments)
+        return {"rows": [{"ratio": 0.5}]}
+
+    monkeypatch.setattr("tra.bench.run_benchmarks", measure)
+    arguments = ["bench", "--only", "decode one", "--seconds", "0.25", "--output", str(tmp_path)]
+    assert json_of(arguments, capsys) == {"rows": [{"ratio": 0.5}]}
+    assert shows(arguments, capsys) == f"{tmp_path}\n"
+    assert given == [(tmp_path, 0.25, "decode one")] * 2
+
+
+def test_a_wrong_argument_is_one_line(capsys: Captured) -> None:
+    assert fails(["bench", "--seconds", "0"], capsys) == "seconds must be positive, got 0.0"
+    assert fails(["bench", "--seconds", "x"], capsys) == "--seconds must be a number, got 'x'"

@@ -1,0 +1,55 @@
+"""`tra inspect`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calling import Captured, fails, json_of, shows
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def test_heads_are_summarised_and_drawn_beside_the_run(run: Path, capsys: Captured) -> None:
+    shown = shows(["inspect", str(run), "--length", "10"], capsys)
+    folder = run / "inspection"
+    assert shown.splitlines()[-1] == str(folder)
+    assert (folder / "heads.md").read_text() in shown
+    assert any(file.read_bytes().startswith(b"\x89PNG") for file in folder.glob("*.png"))
+    assert not list(folder.glob("*.svg"))
+
+
+@pytest.mark.parametrize("words", ["svg pdf", "svg,pdf"])
+def test_figures_come_in_the_formats_asked_for(words: str, run: Path, tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "elsewhere"
+    content = json_of(["inspect", str(run), "--output", str(folder), "--figures", *words.split()], capsys)
+    assert json.loads((folder / "heads.json").read_text()) == content
+    assert {file.suffix for file in folder.iterdir()} == {".json", ".md", ".svg", ".pdf"}
+    assert not (run / "inspection").exists()
+
+
+def test_a_run_on_text_reads_a_text_a_file_or_its_own(language_run: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "text.txt").write_text("The river")
+    command = ["inspect", str(language_run), "--output", str(tmp_path / "found")]
+    given = json_of([*command, "--text", "The river"], capsys)
+    assert json_of([*command, "--text", f"@{tmp_path / 'text.txt'}"], capsys) == given
+    own = json_of([*command, "--length", "12"], capsys)
+    assert own != given
+    assert own == json_of([*command, "--length", "12"], capsys), "always the same sequence"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--text hello", "text must be left out: "),
+        ("--length 0", "length must be"),
+        ("--figures gif", "figures must be one of "),
+        ("--lenght 5", "--lenght is no option of tra inspect; did you mean --length?"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(arguments: str, message: str, run: Path, capsys: Captured) -> None:
+    assert fails(["inspect", str(run), *arguments.split()], capsys).startswith(message)

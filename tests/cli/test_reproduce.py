@@ -1,0 +1,149 @@
+"""`tra reproduce`; what it does is tested with `tra.experiments`."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.calling import Captured, fails, help_of, json_of, shows
+from tra.cli import main
+from tra.errors import Interrupted
+from tra.experiments import BUILT_IN, Outcome, Request, demo
+from tra.recipes import RecipeOf
+
+FILE = """
+from dataclasses import replace
+from tests.cli.conftest import tiny
+from tra.experiments import Experiment, Row
+
+experiment = Experiment(
+    scales={"small": {"flip_flop": tiny}}, rows=[Row("rope", {"theta": 100.0}), "nope"], seeds=2
+)
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What the experiment was asked for."""
+    requests: list[Request] = []
+
+    def perform(_: Any, request: Request) -> Outcome:
+        requests.append(request)
+        return Outcome([], [], {}, request.folder, "the table", {"runs": 3})
+
+    monkeypatch.setattr("tra.experiments.Experiment.perform", perform)
+    return requests
+
+
+def test_options_reach_the_experiment(asked: list[Request], capsys: Captured) -> None:
+    words = (
+        "reproduce table1 --scale smoke --seeds 4 --attention tra,rope nope --jobs 3 --shard 2/3 --no-train "
+        "--figures svg,pdf --style ggplot --cluster local --cluster-options timeout_min=5,name=x gpus_per_node=1 --output some/where"
+    )
+    assert shows(shlex.split(words), capsys) == "the table\nsome/where\n"
+    (request,) = asked
+    assert request == Request(
+        folder=Path("some/where"),
+        scale="smoke",
+        seeds=4,
+        attention=("tra", "rope", "nope"),
+        jobs=3,
+        shard=(2, 3),
+        train=False,
+        cluster="local",
+        cluster_options={"timeout_min": 5, "name": "x", "gpus_per_node": 1},
+        formats=("svg", "pdf"),
+        style="ggplot",
+        command=f"tra {words}",
+    )
+
+
+def test_usual_values(asked: list[Request], capsys: Captured) -> None:
+    assert json_of(["reproduce", "table1"], capsys) == {"runs": 3}
+    (request,) = asked
+    assert request == Request(Path("runs/table1-small"), "small", command="tra reproduce table1 --json")
+
+
+def test_help_names_every_experiment(capsys: Captured) -> None:
+    shown = help_of(["reproduce"], capsys)
+    assert all(name in shown for name in BUILT_IN)
+
+
+def test_a_file_of_ones_own_is_an_experiment(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "my_own.py").write_text(FILE)
+    command = ["reproduce", str(tmp_path / "my_own.py"), "--output", str(tmp_path / "out"), "--jobs", "2"]
+    shown = shows(command, capsys)
+    assert "| rope theta=100 |" in shown
+    assert "over 2 seeds" in shown
+    assert shown.splitlines()[-1] == str(tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (content["runs"], content["finished"]) == (4, 4)
+    again = json_of([*command, "--no-train"], capsys)
+    assert again["results"] == content["results"]
+
+
+def test_failures_are_said_and_the_exit_code_is_one(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    outcome = Outcome([], [], {"copy tra seed 0": "the loss is nan"}, Path("x"), "the table")
+    monkeypatch.setattr("tra.experiments.Experiment.perform", lambda *_: outcome)
+    assert main(["reproduce", "table1"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "tra: copy tra seed 0 failed: the loss is nan\n"
+    assert "the table" in shown.out
+
+
+def test_a_stopped_grid_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def stop(*_: object) -> None:
+        raise Interrupted("stopped with 1 of 2 runs finished; the others go on from here")
+
+    monkeypatch.setattr("tra.experiments.Experiment.perform", stop)
+    assert main(["reproduce", "table1", "--output", "my folder", "--plugin", "json"]) == 130
+    expected = "the others go on from here by: tra reproduce table1 --output 'my folder' --plugin json\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
+def test_a_dry_run_trains_nothing(
+    tiny_recipe: RecipeOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(demo, "DEMO", replace(demo.DEMO, scales={"small": {"flip_flop": tiny_recipe}}))
+    command = ["reproduce", "demo", "--dry-run", "--seeds", "3", "--output", str(tmp_path / "out")]
+    table = json_of(command, capsys)
+    assert len(table["rows"][0]) == len(table["headings"])
+    assert "tokens" in " ".join(table["headings"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("tabel1", "got 'tabel1'; did you mean 'table1'?"),
+        ("nowhere.py", "plugin must be a file that exists, got "),
+        ("table1 --shard 3/2", "shard must be i/n with 1 <= i <= n, got '3/2'"),
+        ("table1 --shard half", "shard must be i/n with 1 <= i <= n, got 'half'"),
+        ("table1 --seeds 0", "seeds must be at least 1, got 0"),
+        ("table1 --jobs 0", "jobs must be at least 1, got 0"),
+        ("table1 --scale smal", "got 'smal'; did you mean 'small'?"),
+        ("table1 --attention tro", "attention must be one of "),
+        ("table1 --figures gif", "figures must be one of "),
+        ("table1 --cluster-options partition", "--cluster-options must be NAME=VALUE, got 'partition'"),
+        ("table1 --dry", "--dry is no option of tra reproduce; did you mean --dry-run?"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(
+    arguments: str, message: str, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in fails(["reproduce", *arguments.split()], capsys)
+    assert not list(tmp_path.rglob("recipe.json"))
+
+
+def test_a_file_without_an_experiment_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "empty_one.py").write_text("experiments = []\n")
+    error = fails(["reproduce", str(tmp_path / "empty_one.py")], capsys)
+    assert error.endswith("empty_one.py must define an Experiment called experiment, got NoneType")
+    (tmp_path / "broken_one.py").write_text("x = 1\nexperiment = Experiment()\n")
+    error = fails(["reproduce", str(tmp_path / "broken_one.py")], capsys, code=1)
+    assert "broken_one.py could not be loaded: NameError: name 'Experiment' is not defined" in error
+    assert error.endswith("broken_one.py, line 2)")
