@@ -279,7 +279,7 @@ def test_lambda_of_differential_attention_starts_by_depth() -> None:
         ("rope", {"theta": 10_000}, "rope theta=10000"),
         ("rope", {"factor": 4, "scaling": "ntk", "theta": 1e6}, "rope theta=1e+06 scaling=ntk factor=4"),
         ("stick-breaking", {"qk_norm": False}, "stick-breaking qk_norm=False"),
-        ("tra", {"gate_bias": None, "threshold": 0.0}, "tra threshold=0 gate_bias=None"),
+        ("tra", {"gate_bias": None, "threshold": 0.0}, "tra gate_bias=None threshold=0"),
         ("differential", {"lambda_start": 0.85}, "differential lambda_start=0.85"),
     ],
 )

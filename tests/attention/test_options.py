@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tra.attention import MECHANISMS, Attention, Context, options_of
-from tra.attention.options import checked_options, mismatch, written
+from tra.options import checked_options, mismatch, written
 
 ROTARY = ["qk_norm", "theta", "scaling", "factor", "trained_length"]
 OPTIONS = {
-    "tra": ["qk_norm", "tolerance", "impl", "threshold", "gate_bias"],
+    "tra": ["qk_norm", "tolerance", "impl", "gate_bias", "threshold"],
     "rope": ROTARY,
     "nope": ["qk_norm"],
     "sinusoidal": ["qk_norm", "theta"],
@@ -26,7 +26,7 @@ OPTIONS = {
     "selective": ROTARY,
     "tra-threshold-only": ["qk_norm", "tolerance", "impl", "threshold"],
     "tra-distance-only": ["qk_norm", "tolerance", "impl", "gate_bias"],
-    "tra-ordinary-distance": ["qk_norm", "threshold", "gate_bias"],
+    "tra-ordinary-distance": ["qk_norm", "gate_bias", "threshold"],
 }
 
 
@@ -64,14 +64,16 @@ class Windowed(Attention):
 
 def test_a_signature_without_shared_arguments_ends_the_walk() -> None:
     assert list(options_of(Windowed)) == ["window"]
-    assert checked_options(Windowed, "windowed", {"window": object}) == {"window": object}
+    assert checked_options(options_of(Windowed), {"window": object}, "attention_options", "windowed") == {
+        "window": object
+    }
     with pytest.raises(ValueError, match="window must be given in attention_options of windowed"):
-        checked_options(Windowed, "windowed", {})
+        checked_options(options_of(Windowed), {}, "attention_options", "windowed")
 
 
 def test_options_come_in_the_order_of_the_signature_and_whole_numbers_as_floats() -> None:
     given = {"trained_length": 7, "theta": 10_000, "scaling": "yarn", "factor": 2}
-    checked = checked_options(MECHANISMS["rope"], "rope", given)
+    checked = checked_options(options_of(MECHANISMS["rope"]), given, "attention_options", "rope")
     assert list(checked.items()) == [("theta", 10_000.0), ("scaling", "yarn"), ("factor", 2.0), ("trained_length", 7)]
     assert [type(value) for value in checked.values()] == [float, str, float, int]
 
@@ -120,7 +122,7 @@ def test_options_come_in_the_order_of_the_signature_and_whole_numbers_as_floats(
 )
 def test_a_wrong_option_is_one_line_that_names_it(name: str, given: Any, message: str) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011
-        checked_options(MECHANISMS[name], name, given)
+        checked_options(options_of(MECHANISMS[name]), given, "attention_options", name)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 

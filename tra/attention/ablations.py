@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tra.attention.base import Attention, Context, distances
+from tra.attention.base import Context, distances
 from tra.attention.dense import dense_mix, dense_scores, dense_softmax
-from tra.attention.gate import linear_gate, log_opened, opened
+from tra.attention.gate import GatedAttention, linear_gate
 from tra.attention.threshold_relative import OperatorAttention
 
 
@@ -18,55 +18,32 @@ class ThresholdOnlyAttention(OperatorAttention):
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
         self.threshold = threshold
-        # Drawn and dropped: from the same seed everything else starts as it does beside TRA.
+        # Made and dropped: from the same seed everything else starts as it does beside TRA.
         linear_gate(width, heads, None)
 
     def log_gate(self, x: Tensor) -> Tensor:
         return x.new_zeros(x.shape[0], self.heads, x.shape[1])
 
 
-class DistanceOnlyAttention(OperatorAttention):
+class DistanceOnlyAttention(GatedAttention, OperatorAttention):
     """The gated distance without a threshold: every key is kept, so distance counts all tokens."""
 
     threshold = -1e30
     """Below every score, and finite as the operator wants it."""
 
-    def __init__(
-        self, width: int, heads: int, kv_heads: int | None = None, *, gate_bias: float | None = None, **shared: Any
-    ) -> None:
-        super().__init__(width, heads, kv_heads, **shared)
-        self.gate = linear_gate(width, heads, gate_bias)
 
-    def log_gate(self, x: Tensor) -> Tensor:
-        return log_opened(self.gate, x)
-
-    def gates(self, x: Tensor) -> Tensor:
-        return opened(self.gate, x)
-
-
-class OrdinaryDistanceAttention(Attention):
+class OrdinaryDistanceAttention(GatedAttention):
     """The threshold with the ordinary distance: it counts all tokens, kept or not."""
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int | None = None,
-        *,
-        threshold: float = 0.0,
-        gate_bias: float | None = None,
-        **shared: Any,
+        self, width: int, heads: int, kv_heads: int | None = None, *, threshold: float = 0.0, **shared: Any
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
         self.threshold = threshold
-        self.gate = linear_gate(width, heads, gate_bias)
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
         scores = dense_scores(query, key)
         kept = context.visible(query, key) & (scores > self.threshold)
-        logits = scores + log_opened(self.gate, x).to(scores.dtype)[..., None] * (distances(query, key) + 1)
+        logits = scores + self.log_gate(x).to(scores.dtype)[..., None] * (distances(query, key) + 1)
         return dense_mix(dense_softmax(logits, kept), value, self.active_dropout(context))
-
-    def gates(self, x: Tensor) -> Tensor:
-        return opened(self.gate, x)

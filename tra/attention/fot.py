@@ -1,28 +1,18 @@
 """FoT: the forgetting transformer (Lin et al. 2025, arXiv 2503.02130) on PyTorch's SDPA."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention.base import Attention, Context, causal_softmax_attention
-from tra.attention.gate import linear_gate, opened
+from tra.attention.base import Context, causal_softmax_attention
+from tra.attention.gate import GatedAttention
 
 
-class ForgettingAttention(Attention):
+class ForgettingAttention(GatedAttention):
     """Softmax attention in which every token makes each head forget a share of all that came before it.
 
-    The score of query i and key j gains the sum of log f_l over the tokens l after j up to i, where
-    f = sigmoid(w . x + b), one for each head. Takes the arguments of :class:`~tra.attention.base.Attention`, and
-    ``gate_bias``, b at the start, drawn as PyTorch draws it by default; 5 forgets next to nothing.
+    The score of query i and key j gains the sum of log f_l over the tokens l after j up to i, where f is the gate.
     """
-
-    def __init__(
-        self, width: int, heads: int, kv_heads: int | None = None, *, gate_bias: float | None = None, **shared: Any
-    ) -> None:
-        super().__init__(width, heads, kv_heads, **shared)
-        self.gate = linear_gate(width, heads, gate_bias)
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         gate = self.gate(x)
@@ -35,9 +25,6 @@ class ForgettingAttention(Attention):
         bias = (high[:, :, first:, None] - high[:, :, None]) + (low[:, :, first:, None] - low[:, :, None])
         bias = bias.to(x.dtype)
         return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout(context), bias=bias)
-
-    def gates(self, x: Tensor) -> Tensor:
-        return opened(self.gate, x)
 
 
 def running_sum(x: Tensor) -> tuple[Tensor, Tensor]:

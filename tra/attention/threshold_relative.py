@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tra.attention.base import Attention, Context
-from tra.attention.gate import linear_gate, log_opened, opened
+from tra.attention.gate import GatedAttention
 from tra.lookup import lookup
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS
@@ -64,14 +64,13 @@ class OperatorAttention(Attention):
         )
 
 
-class ThresholdRelativeAttention(OperatorAttention):
+class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
     """Attention over the keys that pass a threshold, with distance counted among those keys.
 
-    Takes the arguments of :class:`OperatorAttention`, and:
+    Takes the arguments of :class:`~tra.attention.gate.GatedAttention` and :class:`OperatorAttention`, and:
 
     Args:
         threshold: a key is kept when its score is greater.
-        gate_bias: bias of the gate at the start, drawn as PyTorch draws it by default; 5 is nearly no decay.
 
     Example:
         >>> attention = ThresholdRelativeAttention(width=64, heads=4)
@@ -80,21 +79,7 @@ class ThresholdRelativeAttention(OperatorAttention):
     """
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int | None = None,
-        *,
-        threshold: float = 0.0,
-        gate_bias: float | None = None,
-        **shared: Any,
+        self, width: int, heads: int, kv_heads: int | None = None, *, threshold: float = 0.0, **shared: Any
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
         self.threshold = threshold
-        self.gate = linear_gate(width, heads, gate_bias)
-
-    def log_gate(self, x: Tensor) -> Tensor:
-        return log_opened(self.gate, x)
-
-    def gates(self, x: Tensor) -> Tensor:
-        return opened(self.gate, x)
