@@ -56,8 +56,7 @@ class Row:
         """A column's recipe as this row has it."""
         recipe = recipe_of(attention=self.attention)
         options = {**recipe.model.attention_options, **self.options}
-        model = replace(recipe.model, attention_options=options)
-        return replace(recipe, model=model, seed=seed).changed(self.changes)
+        return recipe.changed({"model.attention_options": options, **self.changes, "seed": seed})
 
 
 def sweep(rows: Iterable[Row | str], fields: Mapping[str, Sequence[Any]]) -> tuple[Row, ...]:
@@ -272,18 +271,23 @@ class Experiment:
         """All runs that are reported, a whole table for one seed before the next seed, so that a part of them says
         something; before anything is tuned."""
         known = self.tuned.get(scale, ())
-        return [
+        first = [
             Cell(
                 column,
                 row.label,
-                row.recipe(recipe_of, seed),
-                folder / "runs" / file_name(column) / file_name(row.label) / str(seed),
+                row.recipe(recipe_of, 0),
+                folder / "runs" / file_name(column) / file_name(row.label) / "0",
                 tuned=row.label in known,
             )
-            for seed in range(seeds)
             for column, recipe_of in self.columns(scale).items()
             for row in rows
         ]
+        others = [
+            replace(cell, recipe=replace(cell.recipe, seed=seed), folder=cell.folder.with_name(str(seed)))
+            for seed in range(1, seeds)
+            for cell in first
+        ]
+        return first + others
 
     def tuning_cells(self, folder: Path, scale: str, rows: Sequence[Row]) -> list[Cell]:
         """The runs from which settings are chosen."""
@@ -311,7 +315,7 @@ class Experiment:
 
 def file_name(label: str) -> str:
     """A label as the name of a file or folder, which never begins with a dot."""
-    name = "".join(sign if sign.isalnum() or sign in "-_.=," else "-" for sign in label)
+    name = "".join(sign if sign.isalnum() or sign in "-+_.=," else "-" for sign in label)
     return re.sub(r"^\.+", lambda dots: "-" * len(dots[0]), name)
 
 

@@ -1,0 +1,56 @@
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import tra.experiments
+from tests.text.reading import prose, write_folder
+from tra import plugins
+from tra.experiments.base import Cell
+from tra.experiments.grid import run_cell
+
+REPRODUCE = sys.modules["tra.experiments.reproduce"]  # the package has a function of this name
+
+
+@pytest.fixture(autouse=True)
+def _own_files_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A file of one's own that a test loads is a plug-in of that test alone."""
+    for name in ("_loaded", "_paths", "_versions"):
+        monkeypatch.setattr(plugins, name, dict(getattr(plugins, name)))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("tra_plugin_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def two_columns(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name by which a command finds that experiment."""
+    monkeypatch.setitem(tra.experiments.BUILT_IN, "two", "tests.experiments.small:TWO_COLUMNS")
+    return "two"
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch) -> list[list[Cell]]:
+    """Run in this process, as processes of their own take seconds to start; gives what was to be run."""
+    asked: list[list[Cell]] = []
+
+    def run_all(cells: Sequence[Cell], jobs: int) -> None:
+        asked.append([cell for cell in cells if cell.results() is None])
+        for cell in asked[-1]:
+            run_cell(cell)
+
+    monkeypatch.setattr(REPRODUCE, "run_all", run_all)
+    return asked
+
+
+@pytest.fixture
+def small_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the smoke scale of figure2 reads, in a few kilobytes."""
+    write_folder(tmp_path / "data" / "wikitext-2", prose(1, 800))
+    write_folder(tmp_path / "data" / "wikitext-103", "", prose(2, 300))
+    monkeypatch.setenv("TRA_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("TRA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "data"

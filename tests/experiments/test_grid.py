@@ -1,0 +1,278 @@
+"""Many runs in one folder: what counts as finished, failures that stop nobody else, and several at a time."""
+
+import io
+import itertools
+import json
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.experiments.small import files_below, flip_flop
+from tra import plugins
+from tra.attention import MECHANISMS
+from tra.experiments.base import Cell
+from tra.experiments.grid import run_all, run_cell
+from tra.experiments.table1 import SMOKE
+from tra.progress import shown
+from tra.recipes import Recipe
+from tra.tasks import ExactMatch, FlipFlop
+
+TROUBLED = '''
+"""Tasks with which things go wrong, each in a place of its own."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tra.tasks import FlipFlop
+
+
+@dataclass(frozen=True)
+class Killed(FlipFlop):
+    """As by the kernel when memory is short; learned like any other once `healed` is there."""
+
+    name = "killed"
+    place: str = ""
+
+    def prepare(self, *arguments):
+        self.die("at once")
+
+    def score(self, evaluation, predictions):
+        self.die("inside")
+        return super().score(evaluation, predictions)
+
+    def die(self, when):
+        place = Path(self.place)
+        if place.name == when and not (place.parent / "healed").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Watched(FlipFlop):
+    """Writes down when it was learned and with how many threads; 0 and 1 wait for each other."""
+
+    name = "watched"
+    place: str = ""
+
+    def prepare(self, *arguments):
+        place = Path(self.place)
+        start, number = time.monotonic(), int(place.name)
+        (place.parent / f"here-{number}").touch()
+        while number < 2 and not (place.parent / f"here-{1 - number}").exists():
+            assert time.monotonic() < start + 60
+            time.sleep(0.01)
+        self.write("start", start)
+
+    def score(self, evaluation, predictions):
+        self.write("stop", time.monotonic())
+        return super().score(evaluation, predictions)
+
+    def write(self, what, when):
+        place = Path(self.place)
+        seen = {what: when, "threads": torch.get_num_threads()}
+        (place.parent / f"{what}-{place.name}.json").write_text(json.dumps(seen))
+
+
+TASKS = {"killed": Killed, "watched": Watched}
+'''
+
+
+@pytest.fixture
+def troubled(tmp_path: Path) -> None:
+    (tmp_path / "troubled.py").write_text(TROUBLED)
+    plugins.load(str(tmp_path / "troubled.py"))
+
+
+def cell(folder: Path, seed: int = 0, **changes: Any) -> Cell:
+    return Cell("flip_flop", "tra", replace(flip_flop(), seed=seed, **changes), folder / str(seed))
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=500)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def check_measured(one: Cell) -> None:
+    assert one.run.failure() is None
+    results = one.results()
+    assert results is not None
+    assert [(result.set, result.length) for result in results] == [
+        (entry.name, entry.length) for entry in one.recipe.evaluations
+    ]
+    assert results
+    for result in results:
+        assert isinstance(result, ExactMatch)
+        assert 0.0 <= result.exact_match <= 1.0
+        assert 0.0 <= result.token_accuracy <= 1.0
+        assert 0.0 < result.loss < 20.0  # of 50 symbols by chance it is 3.9
+    assert one.run.steps_done() == 4
+
+
+@pytest.mark.parametrize("attention", MECHANISMS)
+def test_every_mechanism_is_trained_and_measured(tmp_path: Path, attention: str) -> None:
+    one = Cell("instructed", attention, SMOKE["instructed"](attention=attention), tmp_path / "run")
+    run_cell(one)
+    check_measured(one)
+
+
+@pytest.mark.parametrize("column", SMOKE)
+def test_every_column_is_trained_and_measured(tmp_path: Path, column: str) -> None:
+    one = Cell(column, "tra", SMOKE[column](), tmp_path / column)
+    run_cell(one)
+    check_measured(one)
+
+
+def test_results_are_those_of_a_finished_run_of_this_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = cell(tmp_path)
+    assert one.results() is None
+    assert one.run.steps_done() == 0
+    run_cell(one)
+    found = one.results()
+    assert found is not None
+    assert [result.length for result in found] == [8, 16]
+    assert cell(tmp_path, learning_rate=0.5).results() is None
+    assert cell(tmp_path, model=replace(flip_flop().model, width=32)).results() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(FlipFlop, "version", FlipFlop.version + 1)
+        assert one.results() is None
+    assert one.results() == found
+
+    stored = one.folder / "results.json"
+    whole = stored.read_text()
+    stored.write_text(json.dumps({**json.loads(whole), "step": 3}))
+    assert one.results() is None
+    stored.unlink()
+    assert one.results() is None
+    stored.write_text(whole)
+    (one.folder / "recipe.json").write_text("{")
+    assert one.results() is None
+    (one.folder / "recipe.json").unlink()
+    assert one.results() is None
+
+
+@pytest.mark.parametrize("damage", ["", '{"step": 4, "resul', "{}", "[]", "null"])
+def test_a_damaged_results_file_is_a_run_that_is_not_finished(tmp_path: Path, damage: str) -> None:
+    one = cell(tmp_path)
+    one.folder.mkdir()
+    (one.folder / "recipe.json").write_text(one.recipe.to_json())
+    (one.folder / "results.json").write_text(damage)
+    assert one.results() is None
+
+
+def killed(folder: Path, seed: int, when: str) -> Cell:
+    return cell(folder, seed, task="killed", task_options={"place": str(folder / when)})
+
+
+@pytest.mark.usefixtures("troubled")
+def test_failures_are_written_down_stop_nobody_and_are_tried_again(tmp_path: Path) -> None:
+    stranger = cell(tmp_path, 1)
+    stranger.folder.mkdir()
+    (stranger.folder / "recipe.json").write_text(replace(stranger.recipe, batch=2).to_json())
+    cells = [cell(tmp_path, 0), stranger, killed(tmp_path, 2, "inside"), cell(tmp_path, 3)]
+    screen, before = console(), signal.getsignal(signal.SIGTERM)
+    with shown(screen):
+        run_all(cells, 2)
+    assert signal.getsignal(signal.SIGTERM) == before
+    reasons = [
+        None,
+        f"folder {stranger.folder} holds a run of another recipe, with other values of batch (2, now 4)",
+        "the process ended with signal 9",
+        None,
+    ]
+    assert [one.run.failure() for one in cells] == reasons
+    assert [one.results() is not None for one in cells] == [True, False, False, True]
+    for one, reason in zip(cells, reasons, strict=True):
+        outcome = rf"failed: {re.escape(reason)}" if reason else r"iid@8 \d\.\d\d  iid@16 \d\.\d\d \(\d+ s\)"
+        assert len(re.findall(f"^{one.label}: {outcome}$", text_of(screen), re.MULTILINE)) == 1, text_of(screen)
+    assert cells[3].label == "flip_flop tra seed 3"
+
+    (tmp_path / "healed").touch()
+    (stranger.folder / "recipe.json").write_text(stranger.recipe.to_json())
+    finished = files_below(cells[0].folder)
+    screen = console()
+    with shown(screen):
+        run_all(cells, 1)
+    assert all(one.results() is not None and one.run.failure() is None for one in cells)
+    assert not list(tmp_path.rglob("failure.txt"))
+    assert files_below(cells[0].folder) == finished
+    assert "2 of 4 runs are finished already" in text_of(screen)
+    everything = files_below(tmp_path)
+    run_all(cells, 1)
+    assert files_below(tmp_path) == everything
+
+
+@pytest.mark.usefixtures("troubled")
+def test_a_process_killed_before_it_made_its_folder_stops_nobody(tmp_path: Path) -> None:
+    cells = [killed(tmp_path, 0, "at once"), cell(tmp_path, 1)]
+    run_all(cells, 1)
+    assert [one.run.failure() for one in cells] == ["the process ended with signal 9", None]
+    assert cells[1].results() is not None
+
+
+@pytest.mark.usefixtures("troubled")
+def test_jobs_run_at_the_same_time_share_the_threads_and_are_shown_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("tra.experiments.grid.SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    screen = console()
+    cells = [
+        cell(tmp_path, seed, task="watched", task_options={"place": str(tmp_path / str(seed))}) for seed in range(4)
+    ]
+    with shown(screen):
+        run_all(cells, 2)
+    assert all(one.results() is not None for one in cells)
+    seen = [
+        {
+            **json.loads((tmp_path / f"start-{seed}.json").read_text()),
+            **json.loads((tmp_path / f"stop-{seed}.json").read_text()),
+        }
+        for seed in range(4)
+    ]
+    assert [entry["threads"] for entry in seen] == [3] * 4
+    changes = sorted(itertools.chain(*([(entry["start"], 1), (entry["stop"], -1)] for entry in seen)))
+    at_a_time = list(itertools.accumulate(change for _, change in changes))
+    assert max(at_a_time) == 2
+
+    lines = [line for line in text_of(screen).splitlines() if line.startswith("4 runs: ")]
+    told = [re.match(r"4 runs: step (\d+)/16, running (\d), waiting (\d)(.*)$", line) for line in lines]
+    assert all(told), lines
+    counts = [(int(match[2]), int(match[3])) for match in told if match]
+    assert (2, 2) in counts
+    assert counts[-1] == (0, 0)
+    assert all(running <= 2 for running, _ in counts)
+    done = [int(match[1]) for match in told if match]
+    assert done == sorted(done)
+    assert done[-1] == 16
+    assert any(re.fullmatch(r", [\d.e+]+ steps/s, \d+ s left", match[4]) for match in told if match)
+
+
+def test_nothing_is_said_unless_somebody_looks_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_all([cell(tmp_path)], 1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_failure_of_an_unexpected_kind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(recipe: Recipe, folder: Path) -> None:
+        raise KeyError("missing")
+
+    monkeypatch.setattr("tra.experiments.grid.train", broken)
+    one = cell(tmp_path)
+    run_cell(one)
+    assert one.run.failure() == "KeyError: 'missing'"
