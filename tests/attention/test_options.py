@@ -68,7 +68,7 @@ def test_a_signature_without_shared_arguments_ends_the_walk() -> None:
         "window": object
     }
     with pytest.raises(ValueError, match="window must be given in attention_options of windowed"):
-        checked_options(options_of(Windowed), {}, "attention_options", "windowed")
+        checked_options(options, {}, "attention_options", "windowed")
 
 
 def test_options_come_in_the_order_of_the_signature_and_whole_numbers_as_floats() -> None:
