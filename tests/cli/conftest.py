@@ -34,3 +34,13 @@ def tiny_recipe(monkeypatch: pytest.MonkeyPatch) -> RecipeOf:
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run on a task, which no test may change."""
     return train(tiny(), tmp_path_factory.mktemp("finished") / "run").folder
+
+
+@pytest.fixture(scope="session")
+def exported(language_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on text as a folder for transformers, which no test may change."""
+    from tra.hub.export import export
+
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export(language_run, folder)
+    return folder

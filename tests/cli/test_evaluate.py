@@ -57,7 +57,7 @@ def test_a_text_has_a_table_for_every_figure(language_run: Path, capsys: Capture
     for title in ("Perplexity per token", "Perplexity per word", "Perplexity per byte"):
         assert f"## {title}, valid, " in shown
     assert len(re.findall(r"^\| tra \| [\d.]+ \[[\d.]+, [\d.]+\] \|$", shown, flags=re.MULTILINE)) == 3
-    assert shown.count("| test sequences | 25 |") == 3
+    assert len(re.findall(r"^\| test sequences \| \d+ \|$", shown, flags=re.MULTILINE)) == 3
 
 
 def test_the_published_copy_is_measured(

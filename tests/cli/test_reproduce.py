@@ -41,7 +41,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 def test_options_reach_the_experiment(asked: list[Request], capsys: Captured) -> None:
     words = (
         "reproduce table1 --scale smoke --seeds 4 --attention tra,rope nope --jobs 3 --shard 2/3 --no-train "
-        "--figures svg,pdf --style ggplot --cluster local --cluster-options timeout_min=5,name=x gpus_per_node=1 --output some/where"
+        "--figures svg,pdf --style ggplot --cluster local --cluster-options timeout_min=5,name=x gpus_per_node=1 "
+        "--output some/where"
     )
     assert shows(shlex.split(words), capsys) == "the table\nsome/where\n"
     (request,) = asked

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.hub.models import build, config, every_mechanism, generate, prompt
 from tra import Decoder, DecoderConfig
-from tra.hub import NAMES, TraConfig, TraForCausalLM, TraModel, from_decoder
+from tra.hub import TraConfig, TraForCausalLM, TraModel, from_decoder
+from tra.hub.config import NAMES
 
 
 @every_mechanism
@@ -95,7 +96,7 @@ def test_half_precision(attention: str, keyword: str, tmp_path: Path) -> None:
 
 def test_every_field_of_a_decoder_config_has_a_name_here() -> None:
     assert list(NAMES) == [field.name for field in fields(DecoderConfig)]
-    decoder = DecoderConfig(7, 1, 2, 8, 1, "t5", False, 0.2, "pre_norm")
+    decoder = DecoderConfig(7, 1, 2, 8, 1, "t5", {"qk_norm": False, "buckets": 8}, 0.2, "pre_norm")
     assert TraConfig.from_decoder(decoder, bos_token_id=3).decoder_config() == decoder
 
 
@@ -142,8 +143,8 @@ def test_a_misspelt_keyword_is_an_error_when_loading_too(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="got 'dropuot'; did you mean 'dropout'"):
         TraConfig.from_dict(config().to_dict(), dropuot=0.5)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "qk_nrom": False}))
-    with pytest.raises(ValueError, match="got 'qk_nrom'; did you mean 'qk_norm'"):
+    file.write_text(json.dumps({**json.loads(file.read_text()), "residaul": "pre_norm"}))
+    with pytest.raises(ValueError, match="got 'residaul'; did you mean 'residual'"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

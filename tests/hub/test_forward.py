@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import transformers
 
 from tests.hub.models import VOCABULARY, build, every_mechanism, generate, left_padded, prompt
+from tra.attention import Context
 from tra.hub import TraCache
 
 
@@ -62,7 +63,7 @@ def test_attentions_are_the_exact_matrices(attention: str) -> None:
     value = layer.attention.value(layer.attention_norm(read)).unflatten(-1, (4, 8)).transpose(1, 2)
     mixed = layer.attention.finished(attentions[0] @ value).transpose(1, 2).flatten(2)
     torch.testing.assert_close(
-        layer.attention.output(mixed), layer.attention(layer.attention_norm(read), key_mask=mask.bool())
+        layer.attention.output(mixed), layer.attention(layer.attention_norm(read), Context(key_mask=mask.bool()))
     )
     if attention not in ("differential", "stick-breaking"):
         total = attentions[0].sum(-1)

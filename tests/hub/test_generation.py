@@ -81,7 +81,7 @@ def test_assisted_generation_forgets_the_tokens_it_takes_back(attention: str) ->
     cropped = []
     model.generation_config.prompt_lookup_num_tokens = 3
     if attention == "selective":
-        with pytest.raises(ValueError, match="the cache of selective attention cannot be cropped"):
+        with pytest.raises(ValueError, match="the cache of this mechanism cannot be cropped"):
             generate(model, tokens)
         return
     crop = TraCache.crop

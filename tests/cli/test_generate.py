@@ -1,0 +1,167 @@
+"""`tra generate`."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.cli.calling import Captured, fails
+from tests.language_run import SENTENCES
+from tra.cli import main
+
+
+def test_generate_streams_text_and_prints_speed(exported: Path, capsys: Captured) -> None:
+    command = ["generate", str(exported), "--prompt", "The river", "--tokens", "9", "--temperature", "0"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert re.fullmatch(r"\d+ tokens read in [\d.]+ s, 9 new at [\d.]+ tokens/s\n", shown.err)
+    assert main([*command, "--json"]) == 0
+    assert shown.out == "The river" + json.loads(capsys.readouterr().out)["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ([], {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_beams": 1, "max_new_tokens": 100}),
+        (
+            ["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--tokens", "7", "--seed", "4"],
+            {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "num_beams": 1, "max_new_tokens": 7},
+        ),
+        (["--temperature", "0"], {"num_beams": 1, "max_new_tokens": 100}),
+        (["--beams", "3"], {"num_beams": 3, "max_new_tokens": 100}),
+    ],
+)
+def test_options_reach_the_model(
+    options: list[str], expected: dict[str, Any], exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: Any, __: Any, prompt: str, seed: int, ___: bool, **given: Any) -> None:
+        assert given == expected
+        assert seed == (4 if "--seed" in options else 0)
+        assert prompt == "@home"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tra.hub.generation.generate", stop)
+    assert main(["generate", str(exported), "--prompt", "@@home", *options]) == 130
+
+
+def test_prompt_longer_than_the_training_window_from_a_file(exported: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "prompt.txt").write_text(SENTENCES * 20)
+    command = ["generate", str(exported), "--prompt", f"@{tmp_path / 'prompt.txt'}", "--tokens", "3", "--json"]
+    assert main([*command, "--beams", "2"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompt_tokens"] > 10 * 16
+    assert result["new_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (["--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["--beams", "2", "--top-p", "0.5"], "beams must be 1 for temperature, top_k and top_p to matter, got 2"),
+        (["--prompt", "@home sweet"], "prompt must be text, @@ before what begins with @, or @ and a file: "),
+        (["--top-p", "0"], r"top_p must be in (0, 1], got 0.0"),
+        (["--beams", "0"], "beams must be at least 1, got 0"),
+        (["--prompt", ""], "prompt must have at least one token, got ''"),
+    ],
+)
+def test_wrong_options_are_named(exported: Path, wrong: list[str], message: str, capsys: Captured) -> None:
+    assert main(["generate", str(exported), "--prompt", "The", *wrong]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_neither_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["generate", str(tmp_path), "--prompt", "The"]) == 2
+    assert "recipe.json (a run) or config.json (exported)" in capsys.readouterr().err
+
+
+def without(file: Path, key: str) -> None:
+    tensors = load_file(file)
+    del tensors[key]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def changed(file: Path, **entries: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+FOREIGN = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda folder: cut(folder / "model.safetensors"), "incomplete|Incomplete|invalid|deserializing"),
+        (lambda folder: cut(folder / "tokenizer.json"), r".+"),
+        (lambda folder: cut(folder / "config.json"), r".+"),
+        (
+            lambda folder: without(folder / "model.safetensors", "decoder.blocks.1.attention.gate.weight"),
+            "config.json and the weights do not belong together: decoder.blocks.1.attention.gate.weight is in one only",
+        ),
+        (
+            lambda folder: changed(folder / "config.json", attention="rope"),
+            "config.json and the weights do not belong together: decoder.blocks.0.attention.gate.bias is in one only",
+        ),
+        (lambda folder: changed(folder / "config.json", **FOREIGN), "the model is one of type 'evil'"),
+        (lambda folder: changed(folder / "config.json", model_type="gpt2"), "the model is one of type 'gpt2'"),
+        (
+            lambda folder: changed(
+                folder / "tokenizer_config.json",
+                tokenizer_class="Evil",
+                auto_map={"AutoTokenizer": [None, "evil.Evil"]},
+            ),
+            r".+",
+        ),
+    ],
+    ids=["weights cut", "tokenizer cut", "config cut", "weights missing", "other weights", "code", "gpt2", "tokenizer"],
+)
+def test_a_damaged_or_foreign_folder_is_one_line_and_none_of_its_code_runs(
+    damage: Callable[[Path], None],
+    message: str,
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+) -> None:
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(exported, folder)
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    damage(folder)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # to whoever asks whether to trust
+    assert main(["generate", str(folder), "--prompt", "The"]) == 1
+    assert not ran.exists()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(rf"tra: error: could not load {folder}: .*({message})", error)
+
+
+def test_a_run_needs_neither_its_text_nor_the_cache_any_more(
+    language_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    shutil.copytree(language_run, tmp_path / "run")
+    recipe = (tmp_path / "run" / "recipe.json").read_text()
+    (tmp_path / "run" / "recipe.json").write_text(recipe.replace("/text", "/gone"))
+    monkeypatch.setenv("TRA_CACHE", str(tmp_path / "empty"))
+    assert main(["inspect", str(tmp_path / "run"), "--text", "The river", "--json"]) == 0
+    capsys.readouterr()
+    texts = []
+    for run in (tmp_path / "run", language_run):
+        assert main(["generate", str(run), "--prompt", "The river", "--tokens", "5", "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] != ""
+    assert not (tmp_path / "empty").exists()
+
+
+def test_a_run_on_a_task_has_no_text(finished_run: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert main(["export", str(finished_run), str(tmp_path / "model")]) == 0
+    for folder in (finished_run, tmp_path / "model"):
+        assert "tokenizer" in fails(["generate", str(folder), "--prompt", "w1"], capsys)
