@@ -46,7 +46,7 @@ def test_interrupt_saves_says_how_to_go_on_and_goes_on_exactly(uninterrupted: Pa
     process = started(folder)
     wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 300, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
+    _, err = process.communicate()
     assert process.returncode == 130
     (step,) = checkpoints(folder)
     assert f"stopped after {step} of 40 steps and saved a checkpoint; go on with: tra train --resume {folder}" in err

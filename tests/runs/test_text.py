@@ -1,29 +1,40 @@
 """Training on text: windows by seed and step, exact resume after a kill, and the commands around it."""
 
+import hashlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from safetensors.torch import load_file
 
+import tra.recipes.base
+from tests.runs.tiny import begin, finish, launched, started, wait_for
 from tests.text.reading import prose, write_folder
 from tra.cli import main
-from tra.evaluation import evaluate
 from tra.model import Decoder, DecoderConfig
-from tra.recipes import Evaluation, Recipe, TextData
+from tra.progress import shown
+from tra.recipes import Evaluation, Recipe
+from tra.runs import evaluate, load_run, train
+from tra.runs.batches import training_batches
+from tra.runs.evaluation import measure
+from tra.runs.training import summed_loss
 from tra.tasks import Batch
-from tra.text import Text
-from tra.training import summed_loss, train, training_batches
+from tra.text import Source, Text
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tokenizers and tokens go to a folder of the test's own, and names are not looked for anywhere else."""
+    monkeypatch.setenv("TRA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRA_DATA", raising=False)
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -38,7 +49,7 @@ def recipe(folder: Path) -> Recipe:
         name="tiny-text",
         model=DecoderConfig(vocabulary=300, layers=1, heads=2, width=16, dropout=0.1),
         task="text",
-        text=TextData(str(folder), tokenizer="bpe-300"),
+        task_options={"train": str(folder), "tokenizer": "bpe-300"},
         length=16,
         steps=40,
         batch=4,
@@ -50,13 +61,68 @@ def recipe(folder: Path) -> Recipe:
 
 
 def test_windows_depend_on_seed_and_step_alone(recipe: Recipe, folder: Path) -> None:
-    batches = training_batches(recipe)
+    def batches_of(recipe: Recipe) -> Callable[[int], Batch]:
+        return training_batches(recipe, recipe.build_task())
+
+    batches = batches_of(recipe)
     assert not torch.equal(batches(0).tokens, batches(1).tokens)
-    assert torch.equal(training_batches(replace(recipe, steps=9, learning_rate=0.1))(7).tokens, batches(7).tokens)
-    assert not torch.equal(training_batches(replace(recipe, seed=1))(7).tokens, batches(7).tokens)
+    assert torch.equal(batches_of(replace(recipe, steps=9, learning_rate=0.1))(7).tokens, batches(7).tokens)
+    assert not torch.equal(batches_of(replace(recipe, seed=1))(7).tokens, batches(7).tokens)
     ids = Text(str(folder), None, "bpe-300").tokens("train").read().tolist()
     windows = {tuple(ids[start : start + 17]) for start in range(len(ids) - 16)}
     assert {tuple(row) for step in range(20) for row in batches(step).tokens.tolist()} <= windows
+
+
+def test_a_task_is_built_once_and_each_split_hashed_once(
+    recipe: Recipe, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    hashed: list[str] = []
+    build, digest = tra.recipes.base.build_task, hashlib.file_digest
+
+    def file_digest(file: object, kind: str) -> object:
+        if Path(file.name).parent == folder:
+            hashed.append(Path(file.name).name)
+        return digest(file, kind)
+
+    monkeypatch.setattr(tra.recipes.base, "build_task", lambda *named: built.append(named[0]) or build(*named))
+    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+    run = train(replace(recipe, steps=2), tmp_path / "run")
+    assert len(run.results) == 2
+    assert built == ["text", "text"]  # once to check the recipe that is made here, once to train
+    assert sorted(hashed) == ["train.txt", "valid.txt"]
+
+
+def test_a_stored_run_needs_neither_the_training_text_nor_new_tokens(
+    recipe: Recipe, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer is stored with it, and gives the tokens that are there already."""
+    trained = train(replace(recipe, steps=2), tmp_path / "run")
+    (folder / "train.txt").unlink()
+    monkeypatch.setattr(Source, "pieces", None)
+    run = load_run(tmp_path / "run")
+    assert run.task.tokenizer.to_str() == trained.task.tokenizer.to_str()
+    assert evaluate(run) == trained.results
+
+
+def test_another_text_under_the_same_name_is_refused(recipe: Recipe, folder: Path, tmp_path: Path) -> None:
+    train(replace(recipe, steps=2), tmp_path / "run")
+    (folder / "train.txt").write_text("other words altogether\n" * 99)
+    with pytest.raises(ValueError, match=r"text must be that on which the run in .* began: it gives another tokenizer"):
+        train(replace(recipe, steps=2), tmp_path / "run")
+
+
+def test_own_files_that_say_no_split_are_divided_and_trained_on(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "story.txt").write_text(prose(1, 3000))
+    options = {"train": str(own), "tokenizer": "bpe-300"}
+    with shown():
+        run = train(replace(recipe, steps=2, task_options=options), tmp_path / "run")
+    assert capsys.readouterr().out.count(f"no file in {own} says train, valid or test in its name") == 1
+    assert [result.tokens for result in run.results] == [64, 128]
 
 
 def test_the_loss_of_text_is_that_of_every_token_but_the_first() -> None:
@@ -76,16 +142,15 @@ def test_a_model_learns_the_text_it_is_trained_on(tmp_path: Path, recipe: Recipe
     write_folder(tmp_path / "three", "ka to mi " * 500, "to mi ka " * 30)
     learned = replace(
         recipe,
-        text=TextData(str(tmp_path / "three"), tokenizer="bpe-257"),
+        task_options={"train": str(tmp_path / "three"), "tokenizer": "bpe-257"},
         model=replace(recipe.model, vocabulary=257, dropout=0.0),
         steps=60,
         learning_rate=1e-2,
         evaluations=(),
     )
-    model = train(learned, tmp_path / "run", console=QUIET)
-    found = evaluate(model, learned.build_task(), Evaluation("valid", 16, None))
-    assert found["perplexity"] < 2.0
-    assert evaluate(Decoder(learned.model), learned.build_task(), Evaluation("valid", 16, None))["perplexity"] > 200
+    run, wanted = train(learned, tmp_path / "run"), Evaluation("valid", 16, None)
+    assert measure(run.model, run.task, wanted).value < 2.0
+    assert measure(Decoder(learned.model), run.task, wanted).value > 200
 
 
 @pytest.mark.parametrize(
@@ -100,44 +165,26 @@ def test_what_cannot_be_measured_is_refused_before_training(
     changes: dict[str, object], message: str, recipe: Recipe, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        train(replace(recipe, **changes), tmp_path / "run", console=QUIET)
+        train(replace(recipe, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def started(folder: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "tra", "train", "--resume", str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_a_killed_run_ends_with_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_same_bits(recipe: Recipe, tmp_path: Path, cache: Path) -> None:
     """SIGKILL while tokens are made and while a checkpoint is written, then on to the end."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for run in (whole, killed):
-        run.mkdir()
-        (run / "recipe.json").write_text(recipe.to_json())
-    cache = Path(os.environ["TRA_CACHE"])
+        begin(recipe, run)
     moments = [
         lambda: list(cache.glob(".*.partial")) or list(cache.glob("*.tokens")),
         lambda: all(list((killed / "checkpoints").glob(name)) for name in ("step-????????", "*.partial")),
     ]
     for moment in moments:
         process = started(killed)
-        deadline = time.monotonic() + 60
-        while not moment():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
+        wait_for(moment, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    process = started(killed)
-    out, err = process.communicate()
-    assert process.returncode == 0, out + err
-    assert "going on from" in out
+    assert "going on from" in finish(killed)
+    assert not list(cache.glob(".*.partial"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the other processes
     try:
@@ -157,18 +204,10 @@ def test_a_killed_run_ends_with_the_same_bits(recipe: Recipe, tmp_path: Path) ->
 
 def test_two_processes_make_the_tokens_once_and_give_the_weights_of_one(recipe: Recipe, tmp_path: Path) -> None:
     recipe = replace(recipe, model=replace(recipe.model, dropout=0.0), steps=6, checkpoint_every=6)
-    (tmp_path / "two").mkdir()
-    (tmp_path / "two" / "recipe.json").write_text(recipe.to_json())
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tra", "train", "--resume"]
-    process = subprocess.run(
-        [sys.executable, "-m", *command, str(tmp_path / "two")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    train(recipe, tmp_path / "one", console=QUIET)
+    begin(recipe, tmp_path / "two")
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launched(torchrun, "-m", "tra", "train", "--resume", str(tmp_path / "two"))
+    train(recipe, tmp_path / "one")
     two, one = (
         load_file(tmp_path / run / "checkpoints" / "step-00000006" / "model.safetensors") for run in ("two", "one")
     )
@@ -177,9 +216,14 @@ def test_two_processes_make_the_tokens_once_and_give_the_weights_of_one(recipe: 
     assert json.loads((tmp_path / "two" / "results.json").read_text())["step"] == 6
 
 
-def test_a_text_has_no_published_copy(language_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(language_run), "--data", "hub"]) == 2
-    assert "data must be left out: " in capsys.readouterr().err
+def test_a_text_has_no_published_copy(language_run: Path, recipe: Recipe, tmp_path: Path) -> None:
+    for attempt in (
+        lambda: evaluate(language_run, data="hub"),
+        lambda: train(replace(recipe, data="hub"), tmp_path / "run"),
+    ):
+        with pytest.raises(ValueError, match="data must be 'fresh' or 'fixed': there is no published copy of text"):
+            attempt()
+    assert not (tmp_path / "run" / "recipe.json").exists()
 
 
 def test_all_lengths_are_measured_on_the_same_tokens(language_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,17 +243,17 @@ def test_train_and_evaluate_on_a_folder_from_the_command_line(
     monkeypatch.setenv("TRA_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
     model = ["--model.vocabulary", "300", "--model.layers", "1", "--model.heads", "2", "--model.width", "16"]
-    text = ["--text.train", str(folder), "--text.tokenizer", "bpe-300"]
+    text = ["--task-options", f"train={folder}", "tokenizer=bpe-300"]
     assert main(["train", "wikitext103-small", *text, *model, "--length", "16", "--steps", "2", "--batch", "3"]) == 0
     run = Path(capsys.readouterr().out.splitlines()[-1])
     assert run == Path("runs/wikitext103-small-tra-0")
     stored = json.loads((run / "recipe.json").read_text())
-    assert stored["text"] == {"train": str(folder), "evaluation": "wikitext-103", "tokenizer": "bpe-300"}
+    assert stored["task_options"] == {"train": str(folder), "evaluation": "wikitext-103", "tokenizer": "bpe-300"}
     content = json.loads((run / "results.json").read_text())
     assert (content["task"], content["step"]) == ("text", 2)
     assert set(content["results"][0]) == {
         *("set", "length", "examples", "stride", "tokens", "words", "bytes", "loss"),
-        *("perplexity", "perplexity_per_word", "perplexity_per_byte", "loss_by_position"),
+        *("perplexity", "perplexity_per_word", "perplexity_per_byte", "loss_by_position", "windows", "parts"),
     }
     text_of_it = (tmp_path / "data" / "wikitext-103" / "valid.txt").read_text()
     assert {(result["words"], result["bytes"]) for result in content["results"]} == {
@@ -226,9 +270,10 @@ def test_train_and_evaluate_on_a_folder_from_the_command_line(
     assert (entry["set"], entry["stride"], entry["examples"]) == ("valid", None, (1 << 17) // 21)
     assert entry["bytes"] == len(text_of_it)
     assert main(["evaluate", str(run), "--lengths", "21"]) == 0
-    shown = capsys.readouterr().out
-    assert f"| tra | {entry['perplexity']:.2f} |" in shown
-    assert re.search(r"tra at +21 tokens:  valid \d+\.\d{3}\n", shown)
+    said = capsys.readouterr().out
+    for field, places in (("perplexity", 2), ("perplexity_per_word", 2), ("perplexity_per_byte", 3)):
+        assert f"| tra | {entry[field]:.{places}f} [" in said
+    assert re.search(r"tra at +21 tokens:  valid \d+\.\d{3}\n", said)
     for wrong, message in (
         (["--lengths", "0"], "length must be at least 1, got 0"),
         (["--lengths", "8", "--stride", "9"], "stride must be between 1 and the window of 8, got 9"),

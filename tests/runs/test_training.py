@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import re
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,8 @@ import tra.runs.training
 from tests.runs.tiny import TINY, checkpoints, weights
 from tra.errors import RunError
 from tra.model import Block, Decoder
-from tra.progress import shown
+from tra.progress import hidden, shown
+from tra.recipes import Evaluation
 from tra.runs import train
 from tra.runs.batches import training_batches
 from tra.runs.training import schedule
@@ -150,3 +153,34 @@ def test_progress_shows_loss_speed_and_time_left(tmp_path: Path, monkeypatch: py
     with shown(terminal):
         train(replace(TINY, steps=3), tmp_path / "live")
     assert re.search(r"3/3.* loss [\d.]+, .*steps/s", terminal.file.getvalue())
+
+
+def test_training_is_silent_unless_somebody_looks_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recipe = replace(TINY, steps=2, evaluations=(Evaluation("iid", 16, 3),))
+    train(recipe, tmp_path / "silent")
+    assert capfd.readouterr() == ("", "")
+    with shown():
+        train(recipe, tmp_path / "shown")
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "tiny (tra): step 2/2, loss" in out
+    assert "   tra at     16 tokens:  iid " in out
+    with shown(), hidden():
+        train(recipe, tmp_path / "hidden")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_signals_mean_what_they_did_once_training_ends(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train(replace(TINY, steps=1), tmp_path / "run")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_training_in_another_thread_gives_the_same_bits(tmp_path: Path) -> None:
+    """Where signals cannot be watched."""
+    recipe = replace(TINY, steps=2)
+    thread = threading.Thread(target=train, args=(recipe, tmp_path / "thread"))
+    thread.start()
+    thread.join()
+    train(recipe, tmp_path / "here")
+    assert weights(tmp_path / "thread", 2) == weights(tmp_path / "here", 2)
