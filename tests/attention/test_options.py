@@ -63,10 +63,9 @@ class Windowed(Attention):
 
 
 def test_a_signature_without_shared_arguments_ends_the_walk() -> None:
-    assert list(options_of(Windowed)) == ["window"]
-    assert checked_options(options_of(Windowed), {"window": object}, "attention_options", "windowed") == {
-        "window": object
-    }
+    options, given = options_of(Windowed), {"window": object}
+    assert list(options) == ["window"]
+    assert checked_options(options, given, "attention_options", "windowed") == given
     with pytest.raises(ValueError, match="window must be given in attention_options of windowed"):
         checked_options(options, {}, "attention_options", "windowed")
 
