@@ -18,6 +18,7 @@ from tra.experiments.tuning import chosen_settings, tuning_evidence, tuning_loss
 from tra.files import write_json, write_text
 from tra.lookup import lookup
 from tra.progress import say
+from tra.recipes import Recipe
 from tra.report.figures import FORMATS, save_figure, styled
 from tra.report.tables import comparison_csv, latex, markdown
 from tra.tasks import Result
@@ -114,7 +115,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             "failures": failures,
             "sessions": _sessions(stored) + ([session] if trained else []),
             "tuning": tuning_evidence(experiment, losses, chosen),
-            "recipes": {cell.column: asdict(cell.recipe) for cell in reversed(cells)},
+            "recipes": {column: asdict(recipe) for column, recipe in _first_recipes(cells).items()},
             "results": [record.to_dict() for record in outcome.records],
         }
         shown = _show(experiment, outcome, losses, request)
@@ -142,6 +143,14 @@ def _failures(cells: Sequence[Cell]) -> dict[str, str]:
     return {
         cell.label: reason for cell in cells if cell.results() is None and (reason := cell.run.failure()) is not None
     }
+
+
+def _first_recipes(cells: Sequence[Cell]) -> dict[str, Recipe]:
+    """Of each column, that of its first row and seed."""
+    found: dict[str, Recipe] = {}
+    for cell in cells:
+        found.setdefault(cell.column, cell.recipe)
+    return found
 
 
 def _raise_unless_shared(request: Request, tries: Sequence[Cell]) -> None:

@@ -1,0 +1,195 @@
+"""`tra reproduce`: what a grid ends in, and what is rebuilt from it."""
+
+import csv
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.small import PNG, TWO_COLUMNS, content_of, files_below, flip_flop, made_in, smoke
+from tra.cli import main
+from tra.experiments.base import Cell
+from tra.experiments.table1 import SMOKE
+
+MADE = {
+    "table.md",
+    "table.tex",
+    "table.csv",
+    "results.json",
+    "accuracy-flip_flop.png",
+    "accuracy-instructed.png",
+}
+
+
+@pytest.mark.usefixtures("run_here")
+def test_grid_is_run_once_reported_with_its_failures_and_rebuilt_without_training(
+    tmp_path: Path, two_columns: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "grid"
+    command = smoke(two_columns, folder, "--attention", "tra,rope", "--jobs", "2")
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1] == str(folder)
+    assert shown.err == ""
+    runs = {
+        f"{column}/{attention}/{seed}"
+        for column in ("flip_flop", "instructed")
+        for attention in ("tra", "rope")
+        for seed in range(2)
+    }
+    assert {str(path.parent.relative_to(folder / "runs")) for path in folder.rglob("recipe.json")} == runs
+    assert made_in(folder) == MADE
+    content = content_of(folder)
+    assert [(session["command"], session["trained"]) for session in content["sessions"]] == [
+        (shlex.join(["tra", *command]), 8)
+    ]
+    assert (content["runs"], content["finished"], content["failures"]) == (8, 8, {})
+    assert list(content["recipes"]) == ["flip_flop", "instructed"]
+    assert {recipe["model"]["attention"] for recipe in content["recipes"].values()} == {"tra"}
+    # Two columns with two sets each at two lengths, of two mechanisms with two seeds.
+    assert len(content["results"]) == 32
+    for row in content["results"]:
+        stored = content_of(folder / "runs" / row["column"] / row["attention"] / str(row["seed"]))["results"]
+        assert {key: row[key] for key in stored[0]} in stored
+        assert (row["measure"], row["tuned"]) == ("exact_match", True)
+        assert row["learning_rate"] == SMOKE[row["column"]](attention=row["attention"]).learning_rate
+    table = (folder / "table.md").read_text()
+    assert table in shown.out
+    assert "| attention | flip_flop iid | flip_flop dense | instructed |" in table
+    assert table.count("\n| tra |") == table.count("\n| rope |") == table.count("\n| test sequences | 4 | 4 |") == 4
+    assert (folder / "table.tex").read_text().count(r"\begin{tabular}") == 4
+    with open(folder / "table.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 16
+    assert {(line["seeds"], line["sequences"]) for line in lines} == {("2", "4")}
+
+    # Again: nothing to do, and how it was measured stays.
+    before = files_below(folder / "runs")
+    first = {name: (folder / name).read_bytes() for name in MADE if "png" not in name}
+    assert main(command) == 0
+    assert files_below(folder / "runs") == before
+    assert {name: (folder / name).read_bytes() for name in first} == first
+
+    # All of it from what is stored, though a third seed is asked for that was never run.
+    for name in MADE:
+        (folder / name).unlink()
+    assert main([*command, "--seeds", "3", "--no-train"]) == 0
+    assert files_below(folder / "runs") == before
+    assert made_in(folder) == MADE
+    for name in ("table.md", "table.csv", "table.tex"):
+        assert (folder / name).read_bytes() == first[name]
+    assert all((folder / name).read_bytes().startswith(PNG) for name in MADE if name.endswith(".png"))
+    content = content_of(folder)
+    assert (content["runs"], content["finished"], content["sessions"]) == (12, 8, [])
+
+    # The third seed, one of whose folders holds something else.
+    stranger = folder / "runs" / "flip_flop" / "rope" / "2"
+    stranger.mkdir(parents=True)
+    usual = TWO_COLUMNS.scales["smoke"]["flip_flop"](attention="rope")
+    (stranger / "recipe.json").write_text(replace(usual, seed=2, batch=2).to_json())
+    capsys.readouterr()
+    assert main([*command, "--seeds", "3"]) == 1
+    shown = capsys.readouterr()
+    reason = f"folder {stranger} holds a run of another recipe, with other values of batch (2, now 4)"
+    assert shown.err == f"tra: flip_flop rope seed 2 failed: {reason}\n"
+    assert shown.out.splitlines()[-1] == str(folder)
+    content = content_of(folder)
+    assert (content["runs"], content["finished"], content["sessions"][0]["trained"]) == (12, 11, 3)
+    assert content["failures"] == {"flip_flop rope seed 2": reason}
+    assert {name: entry for name, entry in files_below(folder / "runs").items() if name in before} == before
+
+
+@pytest.mark.usefixtures("run_here")
+def test_a_failure_is_one_too_for_a_program_that_reads_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stranger = tmp_path / "runs" / "flip_flop" / "fot" / "0"
+    stranger.mkdir(parents=True)
+    (stranger / "recipe.json").write_text(SMOKE["flip_flop"]().to_json())
+    code = main(smoke("figure1", tmp_path, "--seeds", "1", "--json"))
+    shown = capsys.readouterr()
+    failures = json.loads(shown.out)["failures"]
+    assert list(failures) == ["flip_flop fot seed 0"]
+    reason = failures["flip_flop fot seed 0"]
+    assert reason.startswith(f"folder {stranger} holds a run of another recipe, with other values of ")
+    assert "model.attention ('tra', now 'fot')" in reason
+    assert shown.err == f"tra: flip_flop fot seed 0 failed: {reason}\n"
+    assert code == 1
+
+
+def test_nothing_finished_is_said_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run_here: list[list[Cell]]
+) -> None:
+    assert main(smoke("figure1", tmp_path / "new", "--no-train")) == 1
+    assert capsys.readouterr().err == f"tra: error: no run in {tmp_path / 'new'} is finished\n"
+    assert run_here == []
+    one = tmp_path / "runs" / "flip_flop" / "tra" / "0"
+    one.mkdir(parents=True)
+    (one / "recipe.json").write_text("{}")
+    assert main(smoke("figure1", tmp_path, "--attention", "tra", "--seeds", "1")) == 1
+    assert f"no run in {tmp_path} is finished: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["table2"], "table1, tuning, got 'table2'; did you mean 'table1'?"),
+        (["figure2", "--attention", "tra,sinusoid"], "got 'sinusoid'; did you mean 'sinusoidal'?"),
+        (["table1", "--scale", "smal"], "scale must be one of paper, small, smoke, got 'smal'; did you mean 'small'?"),
+        (["cost", "--scale", "smok"], "scale must be one of paper, small, smoke, got 'smok'; did you mean 'smoke'?"),
+        (["figure1", "--attention", "tra,rop"], "got 'rop'; did you mean 'rope'?"),
+        (["cost", "--scale", "smoke", "--attention", "tro"], "got 'tro'; did you mean 'tra'?"),
+        (["table1", "--seeds", "0"], "seeds must be at least 1, got 0"),
+        (["table1", "--jobs", "0"], "jobs must be at least 1, got 0"),
+        (["table1", "--shard", "0/2"], "shard must be i/n with 1 <= i <= n, got '0/2'"),
+        (["table1", "--shard", "3/2"], "shard must be i/n with 1 <= i <= n, got '3/2'"),
+        (["table1", "--shard", "x"], "shard must be i/n with 1 <= i <= n, got 'x'"),
+        (["table1", "--shard", "1/2/3"], "shard must be i/n with 1 <= i <= n, got '1/2/3'"),
+        (["figure1", "--figures", "pgn"], "figures must be one of pdf, png, svg, got 'pgn'; did you mean 'png'?"),
+        (["figure1", "--style", "ggplott"], "style must be a style sheet of matplotlib, got 'ggplott'"),
+        (["figure1", "--cluster", "slrm"], "cluster must be one of local, slurm, got 'slrm'; did you mean 'slurm'?"),
+        (["mine.py"], "mine.py"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_argument_exits_with_two_and_leaves_no_folder(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tra: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("mine")
+    assert main(smoke("figure1", tmp_path / "out")) == 2
+    assert f"output must be a folder, but {tmp_path / 'out'} is a file" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_folder_called_tra_where_one_works_is_not_taken_for_the_package(tmp_path: Path) -> None:
+    (tmp_path / "tra").mkdir()
+    (tmp_path / "tra" / "__init__.py").write_text("raise ImportError('the wrong package')")
+    command = Path(sys.executable).with_name("tra")
+    options = ["--scale", "smoke", "--seeds", "1", "--attention", "tra", "--output", "out"]
+    done = subprocess.run([command, "reproduce", "figure1", *options], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cell_says_where_it_belongs() -> None:
+    cell = Cell("flip_flop", "rope theta=9", flip_flop("rope"), Path("run"), choice={"learning_rate": 1e-3})
+    assert cell.label == "flip_flop rope theta=9 learning_rate=0.001 seed 0"
+    assert cell.choice_label == "learning_rate=0.001"
+    tuned = replace(cell, tuned=False).tuned_to({"learning_rate": 0.25})
+    assert (tuned.recipe.learning_rate, tuned.tuned) == (0.25, True)
+    assert cell.tuned_to(None) == cell

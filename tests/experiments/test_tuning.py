@@ -1,0 +1,221 @@
+"""Settings chosen for each row before anything is reported."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experiments.small import content_of, files_below, flip_flop, of_flip_flop, sets
+from tra.errors import RunError
+from tra.experiments import Experiment, Request, Row, Tuning
+from tra.experiments.base import Cell
+from tra.experiments.tuning import best_choices, chosen_settings, tuning_losses, tuning_table
+from tra.recipes import Recipe
+from tra.runs import load_run
+from tra.tasks import ExactMatch, Result
+
+RATES = Tuning({"learning_rate": (1e-3, 2e-2)})
+
+
+def with_two_sets(attention: str = "tra") -> Recipe:
+    return replace(flip_flop(attention), evaluations=sets("iid", "dense"))
+
+
+TWO = Experiment({"smoke": {"a": flip_flop, "b": with_two_sets}}, ("tra", "rope"), tuning=RATES)
+
+
+def measured(experiment: Experiment, losses: Mapping[tuple[Any, ...], tuple[float, float]]) -> dict[Cell, list[Result]]:
+    """For each column, row, learning rate and seed: the loss at 8, the training length, and at 16."""
+    found: dict[Cell, list[Result]] = {}
+    for cell in experiment.tuning_cells(Path("out"), "smoke", experiment.chosen_rows(())):
+        key = (cell.column, cell.row, cell.recipe.learning_rate, cell.recipe.seed)
+        found[cell] = [
+            ExactMatch("iid", length, 4, None, loss, None, 0.0, 0.0)
+            for length, loss in zip((8, 16), losses[key], strict=True)
+        ]
+    return found
+
+
+def test_the_lowest_loss_within_the_training_length_is_chosen_whatever_lies_past_it() -> None:
+    """The higher rate is far better past it; the lower is better within it by the mean over seeds, if not by the first."""
+    experiment = of_flip_flop(rows=("tra",), tuning=replace(RATES, seeds=(100, 101)))
+    found = measured(
+        experiment,
+        {
+            ("flip_flop", "tra", 1e-3, 100): (1.0, 9.0),
+            ("flip_flop", "tra", 1e-3, 101): (0.2, 9.0),
+            ("flip_flop", "tra", 2e-2, 100): (0.7, 0.1),
+            ("flip_flop", "tra", 2e-2, 101): (0.6, 0.1),
+        },
+    )
+    losses = tuning_losses(found)
+    assert losses["flip_flop", "tra"] == pytest.approx({"learning_rate=0.001": 0.6, "learning_rate=0.02": 0.65})
+    assert chosen_settings(experiment, ["flip_flop"], list(found), losses) == {
+        ("flip_flop", "tra"): {"learning_rate": 1e-3}
+    }
+
+
+AT = {
+    ("a", "tra", 1e-3, 1000): (1.0, 0.0),
+    ("a", "tra", 2e-2, 1000): (2.0, 0.0),
+    ("a", "rope", 1e-3, 1000): (2.0, 0.0),
+    ("a", "rope", 2e-2, 1000): (1.0, 0.0),
+    ("b", "tra", 1e-3, 1000): (3.0, 0.0),
+    ("b", "tra", 2e-2, 1000): (2.0, 0.0),
+    ("b", "rope", 1e-3, 1000): (2.0, 0.0),
+    ("b", "rope", 2e-2, 1000): (1.0, 0.0),
+}
+
+
+def test_each_column_and_row_has_a_choice_of_its_own() -> None:
+    found = measured(TWO, AT)
+    assert chosen_settings(TWO, ["a", "b"], list(found), tuning_losses(found)) == {
+        ("a", "tra"): {"learning_rate": 1e-3},
+        ("a", "rope"): {"learning_rate": 2e-2},
+        ("b", "tra"): {"learning_rate": 2e-2},
+        ("b", "rope"): {"learning_rate": 2e-2},
+    }
+
+
+def test_or_one_column_chooses_for_all() -> None:
+    one = replace(TWO, tuning=replace(RATES, column="a"))
+    found = measured(one, AT)
+    assert {cell.column for cell in found} == {"a"}
+    assert chosen_settings(one, ["a", "b"], list(found), tuning_losses(found)) == {
+        (column, row): {"learning_rate": rate} for row, rate in (("tra", 1e-3), ("rope", 2e-2)) for column in "ab"
+    }
+    with pytest.raises(ValueError, match="column must be one of a, b, got 'c'"):
+        replace(TWO, tuning=replace(RATES, column="c")).perform(Request(Path("out"), "smoke"))
+
+
+def test_every_combination_is_tried_in_a_folder_of_its_own() -> None:
+    grid = {"learning_rate": (1e-3, 0.0010000001), "model.layers": (1, 2), "weight_decay": (0.0,)}
+    experiment = replace(TWO, tuning=Tuning(grid, seeds=(7, 9)))
+    cells = experiment.tuning_cells(Path("out"), "smoke", [Row("rope", {"theta": 9})])
+    assert len(cells) == len({cell.folder for cell in cells}) == len({cell.label for cell in cells}) == 2 * 2 * 4
+    first = cells[0]
+    assert first.folder == Path("out/tuning/a/rope-theta=9/learning_rate=0.001-model.layers=1-weight_decay=0/7")
+    for cell in cells:
+        assert {name: getattr(cell.recipe, name) for name in ("learning_rate", "weight_decay")} == {
+            name: cell.choice[name] for name in ("learning_rate", "weight_decay")
+        }
+        assert cell.recipe.model.layers == cell.choice["model.layers"]
+        assert cell.recipe.model.attention_options == {"theta": 9}
+    assert {cell.recipe.seed for cell in cells} == {7, 9}
+
+
+@pytest.mark.parametrize("seeds, tried", [(2, (1,)), (1001, (1000,)), (1, (5, 0))])
+def test_seeds_that_are_reported_are_not_tuned_on(seeds: int, tried: tuple[int, ...], tmp_path: Path) -> None:
+    experiment = of_flip_flop(tuning=replace(RATES, seeds=tried))
+    for ask in (experiment.perform, experiment.plan):
+        with pytest.raises(ValueError, match=f"seeds of tuning must not be among the {seeds} that are reported"):
+            ask(Request(tmp_path / "out", "smoke", seeds=seeds))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "grid, seeds, message",
+    [
+        ({}, (1,), "grid must name fields of a recipe and values for each"),
+        ({"learning_rate": ()}, (1,), "grid must name fields of a recipe and values for each"),
+        ({"learning_rate": (1,)}, (), "seeds must name at least one seed"),
+    ],
+)
+def test_tuning_that_could_choose_nothing_is_refused(grid: Any, seeds: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tuning(grid, seeds=seeds)
+
+
+def test_a_column_that_is_only_measured_past_its_training_length_cannot_be_tuned() -> None:
+    found: dict[Cell, list[Result]] = {
+        cell: [ExactMatch("iid", 16, 4, None, 1.0, None, 0.0, 0.0)] for cell in measured(TWO, AT)
+    }
+    with pytest.raises(ValueError, match="a must be measured within the training length of 8"):
+        tuning_losses(found)
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
+    assert best_choices({("", "a"): {"x": math.nan, "y": 3.0, "z": math.inf}}) == {("", "a"): "y"}
+
+
+def test_the_table_of_tuning_has_the_lowest_loss_of_each_row_bold() -> None:
+    table = tuning_table(tuning_losses(measured(TWO, AT))).markdown()
+    assert table.splitlines()[4:] == [
+        "| attention | learning_rate=0.001 | learning_rate=0.02 |",
+        "|---|---:|---:|",
+        "| a tra | **1.0000** | 2.0000 |",
+        "| a rope | 2.0000 | **1.0000** |",
+        "| b tra | 3.0000 | **2.0000** |",
+        "| b rope | 2.0000 | **1.0000** |",
+    ]
+
+
+def test_tuned_settings_are_those_of_the_reported_runs_and_the_evidence_is_stored(
+    tmp_path: Path, run_here: list[list[Cell]]
+) -> None:
+    experiment = of_flip_flop(tuning=replace(RATES, rows=("tra",)), seeds=2)
+    outcome = experiment.perform(Request(tmp_path, "smoke", command="tra reproduce mine"))
+    assert [len(cells) for cells in run_here] == [2, 4]
+    content = content_of(tmp_path)
+    assert content["sessions"][0]["trained"] == 6
+    (name, evidence), *others = content["tuning"].items()
+    assert (name, others) == ("flip_flop tra", [])
+    assert (evidence["column"], evidence["seeds"]) == ("flip_flop", [1000])
+    tried = tmp_path / "tuning" / "flip_flop" / "tra"
+    for rate in ("0.001", "0.02"):
+        stored = content_of(tried / f"learning_rate={rate}" / "1000")["results"]
+        (within,) = (row["loss"] for row in stored if row["length"] == 8)
+        assert evidence["losses"][f"learning_rate={rate}"] == pytest.approx(within)
+    lowest = min(evidence["losses"], key=evidence["losses"].__getitem__)
+    rate = evidence["chosen"]["learning_rate"]
+    assert lowest == f"learning_rate={rate:g}"
+    for seed in range(2):
+        assert load_run(tmp_path / "runs" / "flip_flop" / "tra" / str(seed)).recipe.learning_rate == rate
+        usual = load_run(tmp_path / "runs" / "flip_flop" / "rope" / str(seed)).recipe
+        assert usual == replace(flip_flop("rope"), seed=seed)
+    assert {(record.row, record.tuned) for record in outcome.records} == {("tra", True), ("rope", False)}
+    assert {row["attention"]: row["learning_rate"] for row in content["results"]}["tra"] == rate
+    assert "| rope† |" in outcome.shown
+    assert "| tra |" in outcome.shown
+    assert " †: not tuned. " in outcome.shown
+    assert outcome.shown.endswith(tuning_table({("flip_flop", "tra"): evidence["losses"]}).markdown())
+    assert not any(row["seed"] == 1000 for row in content["results"])
+
+    before = files_below(tmp_path / "tuning") | files_below(tmp_path / "runs")
+    again = experiment.perform(Request(tmp_path, "smoke"))
+    assert run_here[2:] == [[], []]
+    assert again.shown == outcome.shown
+    assert json.loads(json.dumps(again.content)) == content
+    stored_only = experiment.perform(Request(tmp_path, "smoke", train=False))
+    assert len(run_here) == 4
+    assert stored_only.shown == outcome.shown
+    assert files_below(tmp_path / "tuning") | files_below(tmp_path / "runs") == before
+
+
+def test_tuning_that_fails_stops_with_the_reason_before_anything_is_reported(
+    tmp_path: Path, run_here: list[list[Cell]]
+) -> None:
+    stranger = tmp_path / "tuning" / "flip_flop" / "tra" / "learning_rate=0.02" / "1000"
+    stranger.mkdir(parents=True)
+    (stranger / "recipe.json").write_text(flip_flop().to_json())
+    experiment = of_flip_flop(rows=("tra",), tuning=RATES)
+    with pytest.raises(RunError, match=f"tuning in {tmp_path} is not finished: folder {stranger} holds a run"):
+        experiment.perform(Request(tmp_path, "smoke"))
+    assert len(run_here) == 1
+    assert not (tmp_path / "runs").exists()
+    (stranger / "recipe.json").unlink()
+    outcome = experiment.perform(Request(tmp_path, "smoke"))
+    assert [len(cells) for cells in run_here] == [2, 1, 1], "what was tried before is not tried again"
+    assert outcome.failures == {}
+
+
+def test_where_tuning_never_ran_what_is_stored_counts_as_not_tuned(tmp_path: Path, run_here: list[list[Cell]]) -> None:
+    of_flip_flop(rows=("tra",)).perform(Request(tmp_path, "smoke"))
+    outcome = of_flip_flop(rows=("tra",), tuning=RATES).perform(Request(tmp_path, "smoke", train=False))
+    assert len(run_here) == 1
+    assert {record.tuned for record in outcome.records} == {False}
+    assert content_of(tmp_path)["tuning"] == {}
