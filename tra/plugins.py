@@ -128,13 +128,14 @@ def require(names: Any) -> None:
 
 
 def _import(name: str) -> ModuleType:
+    expected = f"plugin must be the name of a module or a path ending in .py, got {name!r}"
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(expected)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ValueError(
-                f"plugin must be the name of a module or a path ending in .py, got {name!r}: {error}"
-            ) from error
+            raise ValueError(f"{expected}: {error}") from error
         raise RunError(_what_failed(name, error)) from error  # something that the plug-in itself imports
     except Exception as error:
         raise RunError(_what_failed(name, error)) from error
