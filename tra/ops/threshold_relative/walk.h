@@ -44,7 +44,7 @@ struct Lanes<Mode::kMaximum> : CommonLanes {
 
 template <>
 struct Lanes<Mode::kForward> : CommonLanes {
-    float sum[kLanes];  // of weights,
+    float sum[kLanes];       // of weights,
     float sum_lost[kLanes];  // and what it lost by rounding
     float poison[kLanes];    // NaN once the row has kept a value that is not finite
 };
@@ -414,8 +414,8 @@ class Walk {
         first -= first % kKeys;
         products<kCount>(plan_.key_stride, base, problem_.width, problem_.width, keys_.data, first, weights);
         if (kMode == Mode::kBackward)
-            products<kCount>(plan_.value_stride, base + grad_at_, problem_.value_width, kShortChain, values_.data, first,
-                             grads);
+            products<kCount>(plan_.value_stride, base + grad_at_, problem_.value_width, kShortChain, values_.data,
+                             first, grads);
 
         const bool masked = problem_.segment_ids || (count && tile_.index[0] > group.lowest);
         const bool drops = plan_.drop_below && kMode != Mode::kMaximum;
@@ -435,7 +435,8 @@ class Walk {
     }
 
     // Every row of the group adds the packed rows of the tile, weighted.
-    void add_keys(uint64_t active, int64_t first, const float* weights, const float* rows, int64_t stride, float* results) {
+    void add_keys(uint64_t active, int64_t first, const float* weights, const float* rows, int64_t stride,
+                  float* results) {
         for (int lane = 0; lane < kLanes; lane += kKeys, active >>= kKeys) {
             if (!(active & ((1u << kKeys) - 1))) continue;
             Terms terms{tile_.count - first, rows + first * stride, stride, weights + first * kLanes + lane, kLanes};
@@ -511,7 +512,8 @@ class Walk {
                   int64_t width, float* to) {
         for (int64_t k = 0; k < tile_.count; k += kKeys) {
             int64_t d = 0;
-            Terms terms{count, arena_.data, 0, weights + k * kLanes, 0, index.data() + begin, weight_index_.data() + begin};
+            Terms terms{count, arena_.data, 0, weights + k * kLanes, 0, index.data() + begin,
+                        weight_index_.data() + begin};
             for (; d + kLanes <= width; d += kLanes, terms.a += kLanes)
                 multiply<kVectors, kLanes, true>(terms, to + k * width + d, width, begin ? Onto::kSum : Onto::kNothing);
             for (; d < width; d += kWidth, terms.a += kWidth)
