@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.calling import Captured, fails, help_of, json_of, shows
+from tests.cli.calling import Captured, fails, help_of, json_of, shows, without_plugins
 from tra import plugins
 from tra.errors import RunError
 from tra.experiments import Experiment, load_experiment, reproduce
@@ -61,15 +61,13 @@ experiment = Experiment(scales={"small": {"noted": short}}, rows=["doubled", "no
 
 
 @pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _forgotten() -> Iterator[None]:
     """Every test begins without plug-ins, and leaves none."""
-    for name in ("_loaded", "_paths", "_versions"):
-        monkeypatch.setattr(plugins, name, {})
-    monkeypatch.setattr(plugins, "_installed_done", False)
     before = set(sys.modules)
-    yield
+    with without_plugins():
+        yield
     for name in set(sys.modules) - before:
-        if name.startswith(("mine", "other", "tra_plugin_")):
+        if name.startswith(("mine", "other")):
             del sys.modules[name]
 
 
@@ -378,3 +376,11 @@ def test_an_experiment_file_is_a_plug_in(write: Write) -> None:
     assert isinstance(found, Experiment)
     assert [row.label for row in found.chosen_rows([])] == ["doubled", "nope"]
     assert build_recipe("short").plugins == ["mine.py"]
+
+
+def test_a_recipe_that_cannot_be_made_does_not_hide_the_others(write: Write, capsys: Captured) -> None:
+    write("mine", MODULE.replace("steps=2", "steps=0"), installed=True)
+    shown = help_of(["train"], capsys)
+    assert " short cannot be made: steps must be at least 1, got 0 " in f"{shown} "
+    assert "flip-flop-small" in shown
+    assert fails(["train", "short"], capsys) == "steps must be at least 1, got 0"

@@ -185,9 +185,8 @@ def _add(name: str, module: ModuleType) -> None:
 
 def _check_value(what: str, kind: str, value: Any) -> None:
     if kind == "MECHANISMS":
-        from tra.attention import Attention
-
-        if not (isinstance(value, type) and issubclass(value, Attention)):
+        attention = importlib.import_module(KINDS[kind]).Attention
+        if not (isinstance(value, type) and issubclass(value, attention)):
             raise ValueError(f"{what} must be a subclass of tra.attention.Attention, got {value!r}")
     elif not callable(value):
         raise ValueError(f"{what} must be a class or a function, got {value!r}")

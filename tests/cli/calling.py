@@ -1,10 +1,14 @@
 """Calling a command as the entry point does."""
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from tra import plugins
 from tra.cli import main
 
 Captured = pytest.CaptureFixture[str]
@@ -39,3 +43,18 @@ def help_of(arguments: list[str], capsys: Captured) -> str:
 
 def json_of(arguments: list[str], capsys: Captured) -> Any:
     return json.loads(shows([*arguments, "--json"], capsys))
+
+
+@contextmanager
+def without_plugins() -> Iterator[None]:
+    """No plug-in is loaded when the block begins, and those loaded in it are forgotten when it ends."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_loaded", "_paths", "_versions"):
+            patch.setattr(plugins, name, {})
+        patch.setattr(plugins, "_installed_done", False)
+        patch.setattr(sys, "path", list(sys.path))
+        yield
+    for name in set(sys.modules) - before:
+        if name.startswith("tra_plugin_"):
+            del sys.modules[name]

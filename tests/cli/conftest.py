@@ -1,8 +1,11 @@
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.cli.calling import without_plugins
 from tra.recipes import RECIPES, Evaluation, Recipe, RecipeOf
 from tra.runs import train
 
@@ -10,6 +13,13 @@ SETS = ("iid", "sparse", "dense")
 WHOLE = RECIPES["flip-flop-small"]
 
 
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    with without_plugins():
+        yield
+
+
+@cache
 def tiny(attention: str = "tra") -> Recipe:
     """The small recipe, cut down to a second, under its own name."""
     whole = WHOLE(attention)

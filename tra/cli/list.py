@@ -51,7 +51,7 @@ def everything() -> dict[str, dict[str, str]]:
 
     return {
         "implementations": describe_implementations(),
-        "recipes": {name: outline(make()) for name, make in plugins.every("RECIPES", RECIPES).items()},
+        "recipes": {name: outline(make) for name, make in plugins.every("RECIPES", RECIPES).items()},
         "attention": {
             name: _first_line(mechanism) + _options(options_of(mechanism))
             for name, mechanism in plugins.every("MECHANISMS", MECHANISMS).items()
@@ -83,8 +83,12 @@ def _options(options: Mapping[str, Option]) -> str:
     return f" Options: {', '.join(shown)}." if options else ""
 
 
-def outline(recipe: Any) -> str:
-    """A recipe in a line."""
+def outline(make: Callable[..., Any]) -> str:
+    """A recipe in a line, given its function."""
+    try:
+        recipe = make()
+    except Exception as error:  # that of a plug-in may raise anything, and the others are to be listed all the same
+        return f"cannot be made: {error}"
     model = recipe.model
     return (
         f"{recipe.task}, up to {recipe.length} {recipe.build_task().unit}; {model.layers} layers, width {model.width}; "

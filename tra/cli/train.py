@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
     elif any(argument.split("=")[0] == "--resume" for argument in arguments):
         options, recipe, folder = _resume(arguments)
     elif {"-h", "--help"} & set(arguments):
-        print(USAGE + "\n".join(f"  {name:<22} {outline(make())}" for name, make in recipes.items()))
+        print(USAGE + "\n".join(f"  {name:<22} {outline(make)}" for name, make in recipes.items()))
         return 0
     else:
         raise ValueError(f"recipe, before all options, or --resume RUN must be given; recipes: {', '.join(recipes)}")
