@@ -165,6 +165,16 @@ def test_results_are_those_of_a_finished_run_of_this_recipe(tmp_path: Path, monk
     assert one.results() is None
 
 
+def test_a_run_of_a_plugin_that_is_not_loaded_is_not_a_run_of_this_recipe(tmp_path: Path) -> None:
+    one = cell(tmp_path)
+    run_cell(one)
+    stored = one.folder / "recipe.json"
+    stored.write_text(json.dumps({**json.loads(stored.read_text()), "plugins": ["somebody_elses"]}))
+    assert one.results() is None
+    run_cell(one)
+    assert "the plug-in somebody_elses is needed and not loaded" in (one.run.failure() or "")
+
+
 @pytest.mark.parametrize("damage", ["", '{"step": 4, "resul', "{}", "[]", "null"])
 def test_a_damaged_results_file_is_a_run_that_is_not_finished(tmp_path: Path, damage: str) -> None:
     one = cell(tmp_path)

@@ -41,7 +41,7 @@ def measured(experiment: Experiment, losses: Mapping[tuple[Any, ...], tuple[floa
 
 
 def test_the_lowest_loss_within_the_training_length_is_chosen_whatever_lies_past_it() -> None:
-    """The higher rate is far better past it; the lower is better within it by the mean over seeds, if not by the first."""
+    """The higher rate is far better past it; the lower is better within it by the mean over seeds."""
     experiment = of_flip_flop(rows=("tra",), tuning=replace(RATES, seeds=(100, 101)))
     found = measured(
         experiment,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tra import plugins
 from tra.attention import MECHANISMS
+from tra.errors import RunError
 from tra.lookup import lookup
 from tra.options import written
 from tra.recipes import Recipe, RecipeOf
@@ -139,7 +140,7 @@ class Cell:
         """What was measured, or None if the run of this recipe is not finished."""
         try:
             return self.run.finished(self.recipe)
-        except (OSError, ValueError):
+        except (OSError, RunError, ValueError):  # a run of something else, of a plug-in that is not loaded even
             return None
 
 

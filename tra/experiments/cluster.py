@@ -56,6 +56,7 @@ def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, An
     if not waiting:
         return
     executor = make_executor(cluster, options, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     jobs = _still_there(executor, folder)
     fresh = [cell for cell in waiting if str(cell.folder.absolute()) not in jobs]
     if len(fresh) < len(waiting):
