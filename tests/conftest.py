@@ -1,11 +1,18 @@
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from tests.language_run import train_on_text
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores: with several threads each they would wait for one another most of the time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,8 @@ def _commit(folder: Path) -> dict[str, Any] | None:
     """The commit of the work tree that holds a folder and whether it has changes; None where there is no work tree."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
+        # Looking must lock nothing: several runs may begin at once, and somebody may be committing.
+        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:

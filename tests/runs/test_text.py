@@ -251,6 +251,8 @@ def test_train_and_evaluate_on_a_folder_from_the_command_line(
     assert stored["task_options"] == {"train": str(folder), "evaluation": "wikitext-103", "tokenizer": "bpe-300"}
     content = json.loads((run / "results.json").read_text())
     assert (content["task"], content["step"]) == ("text", 2)
+    lengths = [(result["length"], result["stride"]) for result in content["results"]]
+    assert lengths == [*((16 * times, None) for times in (1, 2, 4, 8, 16, 32)), (16, 8), (128, 64)]
     assert set(content["results"][0]) == {
         *("set", "length", "examples", "stride", "tokens", "words", "bytes", "loss"),
         *("perplexity", "perplexity_per_word", "perplexity_per_byte", "loss_by_position", "windows", "parts"),

@@ -209,7 +209,7 @@ class Run:
             stored = json.loads((self.folder / RESULTS).read_text(encoding="utf-8"))
             results = [self.task.measure.from_dict(entry) for entry in stored["results"]]
             return Measured(stored["step"], stored["task_version"], stored["environment"], results)
-        except (OSError, AttributeError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def finished(self, recipe: Recipe) -> list[Result] | None:

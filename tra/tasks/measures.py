@@ -86,7 +86,7 @@ class Result(ABC):
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """What `to_dict` gave, of this version or an earlier one, which stored neither stride nor parts."""
         known = {field.name for field in fields(cls)}
-        return cls(**{"stride": None, "parts": None, **{name: x for name, x in stored.items() if name in known}})
+        return cls(**{"stride": None, "parts": None, **{name: x for name, x in dict(stored).items() if name in known}})
 
 
 @dataclass(frozen=True)
