@@ -10,7 +10,7 @@ from tra import plugins
 from tra.experiments.base import Cell
 from tra.experiments.grid import run_cell
 
-REPRODUCE = sys.modules["tra.experiments.reproduce"]  # the package has a function of this name
+REPRODUCE = sys.modules["tra.experiments.perform"]
 
 
 @pytest.fixture(autouse=True)

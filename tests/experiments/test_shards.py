@@ -10,7 +10,7 @@ from tests.experiments.small import TWO_COLUMNS, content_of, of_flip_flop, smoke
 from tra.cli import main
 from tra.experiments import Request, Tuning
 from tra.experiments.base import Cell
-from tra.experiments.reproduce import part_of
+from tra.experiments.perform import part_of
 
 
 def test_shards_divide_the_runs_among_them(

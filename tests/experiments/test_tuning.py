@@ -219,3 +219,14 @@ def test_where_tuning_never_ran_what_is_stored_counts_as_not_tuned(tmp_path: Pat
     assert len(run_here) == 1
     assert {record.tuned for record in outcome.records} == {False}
     assert content_of(tmp_path)["tuning"] == {}
+
+
+def test_a_choice_that_diverges_loses_and_stops_nothing(tmp_path: Path) -> None:
+    experiment = of_flip_flop(rows=("tra",), tuning=Tuning({"learning_rate": (1e-3, 1e30)}))
+    outcome = experiment.perform(Request(tmp_path, "smoke"))
+    assert {cell.recipe.learning_rate for cell in outcome.cells} == {1e-3}
+    (evidence,) = content_of(tmp_path)["tuning"].values()
+    assert evidence["losses"]["learning_rate=1e+30"] == math.inf
+    tries = {path.parent.parent.name: load_run(path.parent) for path in tmp_path.glob("tuning/*/*/*/*/recipe.json")}
+    assert tries["learning_rate=1e+30"].diverged
+    assert not tries["learning_rate=0.001"].diverged

@@ -131,6 +131,15 @@ def test_changes_reach_the_recipe_and_its_model() -> None:
     assert TINY.changed({}) == TINY
 
 
+def test_single_options_are_changed_beside_the_others() -> None:
+    rotary = TINY.changed({"model.attention": "rope", "model.attention_options": {"qk_norm": False}})
+    changed = rotary.changed({"model.attention_options.theta": 100.0, "task_options.mixed": False})
+    assert changed.model.label == "rope qk_norm=False theta=100"
+    assert changed.task_options == {**TINY.task_options, "mixed": False}
+    with pytest.raises(ValueError, match="got 'alphabt'; did you mean 'alphabet'"):
+        TINY.changed({"task_options.alphabt": 3})
+
+
 @pytest.mark.parametrize(
     "name, near",
     [("step", "steps"), ("model.widht", "model.width"), ("learning-rate", "learning_rate"), ("width", "model.width")],

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from tra import plugins
 from tra.experiments.base import Experiment, Outcome, Row, Tuning, sweep
-from tra.experiments.reproduce import Request, perform
+from tra.experiments.perform import Request
 from tra.lookup import lookup
 
 BUILT_IN = {
@@ -106,7 +106,6 @@ __all__ = [
     "Row",
     "Tuning",
     "load_experiment",
-    "perform",
     "reproduce",
     "sweep",
 ]

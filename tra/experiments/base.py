@@ -22,7 +22,7 @@ from tra.tasks import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from tra.experiments.reproduce import Request
+    from tra.experiments.perform import Request
 
 SCALES = ("smoke", "small", "paper")
 
@@ -203,6 +203,7 @@ class Experiment:
         figures: makes the figures, by name; the measure against length by default.
         results_file: what the file with all results is called.
         table_stem: what the files with tables are called, without their suffixes.
+        records_file: what the CSV with all figures is called.
     """
 
     scales: Mapping[str, Mapping[str, RecipeOf]]
@@ -214,6 +215,7 @@ class Experiment:
     figures: Callable[[Outcome], dict[str, "Figure"]] = default_figures
     results_file: str = "results.json"
     table_stem: str = "table"
+    records_file: str = "table.csv"
 
     def __post_init__(self) -> None:
         rows = [as_row(row) for row in self.rows]
@@ -234,7 +236,7 @@ class Experiment:
 
     def perform(self, request: "Request") -> Outcome:
         """Run what is missing, and write tables and figures."""
-        from tra.experiments.reproduce import perform  # which works on experiments
+        from tra.experiments.perform import perform  # which works on experiments
 
         return perform(self, request)
 

@@ -15,7 +15,7 @@ from tra.bench.workloads import training_step
 from tra.environment import best_device, environment
 from tra.errors import RunError
 from tra.experiments.base import Outcome
-from tra.experiments.reproduce import Request
+from tra.experiments.perform import Request
 from tra.files import write_json, write_text
 from tra.lookup import lookup
 from tra.model import DecoderConfig, sized

@@ -48,4 +48,5 @@ FIGURE3 = Experiment(
     figures=_figures,
     results_file="figure3.json",
     table_stem="heads",
+    records_file="figure3.csv",
 )

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from tra import plugins
-from tra.errors import Interrupted, RunError
+from tra.errors import DivergenceError, Interrupted, RunError
 from tra.experiments.base import Cell
 from tra.progress import progress, say
 from tra.runs import train
+from tra.runs.folder import DIVERGED
 
 SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -29,6 +30,8 @@ def run_cell(cell: Cell) -> None:
     run.record_failure(None)
     try:
         train(cell.recipe, cell.folder)
+    except DivergenceError as error:
+        run.record_failure(f"{DIVERGED}{error}")
     except Exception as error:
         known = isinstance(error, (RunError, ValueError, OSError))
         run.record_failure(str(error) if known else f"{type(error).__name__}: {error}")

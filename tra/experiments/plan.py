@@ -8,7 +8,7 @@ import torch
 
 from tra.environment import best_device
 from tra.experiments.base import Cell, Experiment
-from tra.experiments.reproduce import Request, wanted_runs
+from tra.experiments.perform import Request, wanted_runs
 from tra.model import Decoder, DecoderConfig
 from tra.progress import progress
 from tra.recipes import Recipe

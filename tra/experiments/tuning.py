@@ -13,9 +13,11 @@ Losses = dict[tuple[str, str], dict[str, float]]
 """For a column and row, the loss of each choice."""
 
 
-def tuning_losses(measured: Mapping[Cell, Sequence[Result]]) -> Losses:
-    """Mean loss within the training length, over sets and seeds, of every choice."""
+def tuning_losses(measured: Mapping[Cell, Sequence[Result]], diverged: Sequence[Cell] = ()) -> Losses:
+    """Mean loss within the training length, over sets and seeds, of every choice; infinite for one that diverged."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for cell in diverged:
+        found.setdefault((cell.column, cell.row), {}).setdefault(cell.choice_label, []).append(math.inf)
     for cell, results in measured.items():
         within = [result.loss for result in results if result.length <= cell.recipe.length]
         if not within:

@@ -95,13 +95,29 @@ class Recipe:
         return replace(self, evaluations=tuple(task.rescaled(entry, factor) for entry in other.evaluations))
 
     def changed(self, changes: Mapping[str, Any]) -> "Recipe":
-        """The recipe with other values of fields; those of the model have names such as ``model.width``."""
-        of_model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
-        own = {name: value for name, value in changes.items() if not name.startswith("model.")}
+        """The recipe with other values of fields; those of the model have names such as ``model.width``, and single
+        options such as ``task_options.alphabet`` and ``model.attention_options.theta``.
+
+        Example:
+            >>> from tra.recipes import build_recipe
+            >>> build_recipe("copy-repeat-small").changed({"task_options.alphabet": 20, "model.layers": 2}).task_options
+            {'alphabet': 20}
+        """
         known = [*(entry.name for entry in fields(Recipe)), *(f"model.{entry.name}" for entry in fields(DecoderConfig))]
-        for name in changes:
-            if name not in known:
+        values: dict[str, Any] = {}
+        for name, value in changes.items():
+            where, _, option = name.rpartition(".")
+            if where in OPTIONS:
+                options = values.get(
+                    where, self.task_options if where == "task_options" else self.model.attention_options
+                )
+                values[where] = {**options, option: value}
+            elif name in known:
+                values[name] = value
+            else:
                 raise ValueError(among("a field of a recipe", known, name))
+        of_model = {name.removeprefix("model."): value for name, value in values.items() if name.startswith("model.")}
+        own = {name: value for name, value in values.items() if not name.startswith("model.")}
         return replace(self, model=replace(self.model, **of_model), **own)
 
     def differences(self, other: "Recipe") -> dict[str, tuple[Any, Any]]:
@@ -129,5 +145,8 @@ class Recipe:
         stored["evaluations"] = tuple(Evaluation(**entry) for entry in stored["evaluations"])
         return cls(**stored)
 
+
+OPTIONS = ("task_options", "model.attention_options")
+"""Fields of which a single entry may be changed."""
 
 _COMPARED = [entry.name for entry in fields(Recipe) if entry.compare and entry.name != "model"]

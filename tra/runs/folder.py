@@ -29,6 +29,8 @@ CHECKPOINTS = "checkpoints"
 RESULTS = "results.json"
 TOKENIZER = "tokenizer.json"
 FAILURE = "failure.txt"
+DIVERGED = "diverged: "
+"""Begins the reason of a failure that is the recipe's doing."""
 INSPECTION = "inspection"
 LOCK = ".lock"
 
@@ -223,6 +225,11 @@ class Run:
         """Why the last attempt failed, if it did."""
         reason = self.folder / FAILURE
         return reason.read_text(encoding="utf-8").strip() if reason.exists() else None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last attempt ended because loss or gradient were not finite."""
+        return (self.failure() or "").startswith(DIVERGED)
 
     def record_failure(self, reason: str | None) -> None:
         """Write down why the run failed, or that it did not."""

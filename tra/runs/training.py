@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from tra.errors import Interrupted, RunError
+from tra.errors import DivergenceError, Interrupted
 from tra.model import Decoder
 from tra.progress import hidden, progress, say
 from tra.recipes import Recipe
@@ -165,7 +165,7 @@ class _Trainer:
         norm = float(accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip))
         for name, number in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(number):
-                raise RunError(
+                raise DivergenceError(
                     f"the {name} is {number} at step {step + 1}; {self.run.checkpoints.describe_last()}. "
                     f"A lower learning rate (now {self._rate(step):.3g}) may help"
                 )

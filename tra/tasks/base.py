@@ -77,17 +77,22 @@ class Task(ABC):
 
     def evaluation_batches(self, evaluation: Evaluation, batch: int) -> Iterator[Batch]:
         """The first sequences of a named set, ``batch`` at a time; they depend on the name and length alone."""
-        name, length, examples = evaluation.name, evaluation.length, evaluation.examples
-        if examples is None or examples < 1:
-            raise ValueError(f"examples must be at least 1, got {examples}")
-        if evaluation.stride is not None:
-            raise ValueError(f"stride must be None for {self.name}, which is no text, got {evaluation.stride}")
-        task = lookup(self.evaluation_sets(), name, "evaluation set")
+        task, name, length = self.evaluation_set(evaluation), evaluation.name, evaluation.length
+        examples = evaluation.examples
+        assert examples is not None
         for start in range(0, examples, CHUNK):
             rng = seeded(self.name, self.version, "evaluation", name, length, start)
             chunk = task.sample(rng, CHUNK, length)[: examples - start]
             for first in range(0, len(chunk), batch):
                 yield chunk[first : first + batch]
+
+    def evaluation_set(self, evaluation: Evaluation) -> "Task":
+        """What an evaluation is sampled from; a ValueError says what of it the task cannot have."""
+        if evaluation.examples is None or evaluation.examples < 1:
+            raise ValueError(f"examples must be at least 1, got {evaluation.examples}")
+        if evaluation.stride is not None:
+            raise ValueError(f"stride must be None for {self.name}, which is no text, got {evaluation.stride}")
+        return lookup(self.evaluation_sets(), evaluation.name, "evaluation set")
 
     def score(self, evaluation: Evaluation, predictions: Iterable[Prediction]) -> Result:
         """What predictions of an evaluation's batches are worth."""
@@ -108,7 +113,7 @@ class Task(ABC):
             raise ValueError(f"model.vocabulary must be at least {self.vocabulary} for {self.name}, got {vocabulary}")
         self.sample(torch.Generator(), 1, length)
         for entry in evaluations:
-            next(self.evaluation_batches(entry, 1))
+            self.evaluation_set(entry).sample(torch.Generator(), 1, entry.length)
 
     def prepare(self, vocabulary: int, length: int, evaluations: Sequence[Evaluation]) -> None:
         """Whatever takes time before the first step; then everything is checked that could not be without it."""

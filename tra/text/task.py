@@ -88,7 +88,9 @@ class Text(Task, ReadsText):
 
     def prepare(self, vocabulary: int, length: int, evaluations: Sequence[Evaluation]) -> None:
         """Make the tokenizer and the tokens, or find them in the cache."""
-        super().check(vocabulary, length, evaluations)
+        super().check(vocabulary, length, ())
+        for entry in evaluations:
+            next(self.evaluation_batches(entry, 1))
 
     def evaluation_batches(self, evaluation: Evaluation, batch: int) -> Iterator[Batch]:
         """Windows over the beginning of a split, as many tokens as in ``examples`` windows side by side.

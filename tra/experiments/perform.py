@@ -84,12 +84,14 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
     request.folder.mkdir(parents=True, exist_ok=True)
     missing = _missing(tries, request)
     tuned = _finished(tries)
+    diverged = [cell for cell in tries if cell not in tuned and cell.run.diverged]
     chosen: dict[tuple[str, str], dict[str, Any]] = {}
-    losses = tuning_losses(tuned)
+    losses = tuning_losses(tuned, diverged)
     if tries:
-        if len(tuned) < len(tries) and request.train:
-            _raise_unless_shared(request, tries)
-            say(f"{len(tries) - len(tuned)} of {len(tries)} runs of tuning are left to other machines")
+        left = len(tries) - len(tuned) - len(diverged)
+        if left and request.train:
+            _raise_unless_shared(request, [cell for cell in tries if cell not in diverged])
+            say(f"{left} of {len(tries)} runs of tuning are left to other machines")
             return Outcome([], [], {}, request.folder, tuning_table(losses).markdown() if losses else "")
         chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), tries, losses)
         cells = [cell.tuned_to(chosen.get((cell.column, cell.row))) for cell in cells]
@@ -169,7 +171,7 @@ def _show(experiment: Experiment, outcome: Outcome, losses: Any, request: Reques
     shown = markdown(tables)
     write_text(folder / f"{stem}.md", shown)
     write_text(folder / f"{stem}.tex", latex(tables))
-    write_text(folder / f"{stem}.csv", comparison_csv(outcome.records))
+    write_text(folder / experiment.records_file, comparison_csv(outcome.records))
     with styled(request.style):
         for name, figure in experiment.figures(outcome).items():
             for kind in request.formats:
