@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tra import Decoder, DecoderConfig
 from tra.attention import MECHANISMS, Attention, Cache, Context, options_of
-from tra.attention.options import checked_options
+from tra.options import checked_options
 
 WIDTH, HEADS, LENGTH = 32, 4, 19
 
@@ -177,7 +177,7 @@ def test_defaults_pass_the_checks_on_options(mechanism: type[Attention], dtype: 
     defaults = {name: option.default for name, option in options.items()}
     assert {"qk_norm"} <= set(options)
     assert not {"layer", "dropout"} & set(options)
-    checked = checked_options(mechanism, "it", defaults)
+    checked = checked_options(options, defaults, "attention_options", "it")
     assert checked == defaults
     torch.manual_seed(3)
     plain = mechanism(WIDTH, HEADS, layer=2).state_dict()
