@@ -116,7 +116,7 @@ struct Tile {
     int32_t bad[kLargeTile];
 };
 
-// What a vector of rows makes of one key after another, with its sums in registers. A key `counts`
+// What a vector of rows makes of one key after another from the tile's `first` on, with its sums in registers. A key `counts`
 // where it is kept and within the row's limit; `distance` is the count before it. Forward and backward
 // leave the key's weight in `place`; backward finds in `grads` the products of the output's gradient and
 // the tile's values, and leaves the gradients of the scores there.
@@ -134,8 +134,8 @@ struct Rule<Mode::kMaximum, kDrops> {
     const int at;
     Floats largest;
 
-    Rule(const Plan&, const Tile&, float*, Lanes<Mode::kMaximum>& of, int first)
-        : lanes(of), at(first), largest(load(of.largest + first)) {}
+    Rule(const Plan&, const Tile&, int64_t, float*, Lanes<Mode::kMaximum>& of, int lane)
+        : lanes(of), at(lane), largest(load(of.largest + lane)) {}
     void meet(int64_t, Ints counts, Floats logit, Floats, float*) {
         largest = counts & (logit > largest) ? logit : largest;
     }
@@ -150,12 +150,13 @@ struct Rule<Mode::kForward, kDrops> {
     const int at;
     const Words random_low, random_high;
     Floats sum, sum_lost;
-    int64_t bad = 0;  // how many of the tile's bad values were met
+    int64_t bad = 0;  // how many of the tile's bad values are behind us
 
-    Rule(const Plan& p, const Tile& t, float*, Lanes<Mode::kForward>& of, int first)
-        : plan(p), tile(t), lanes(of), at(first), random_low(load(of.random_low + first)),
-          random_high(load(of.random_high + first)), sum(load(of.sum + first)),
-          sum_lost(load(of.sum_lost + first)) {}
+    Rule(const Plan& p, const Tile& t, int64_t first, float*, Lanes<Mode::kForward>& of, int lane)
+        : plan(p), tile(t), lanes(of), at(lane), random_low(load(of.random_low + lane)),
+          random_high(load(of.random_high + lane)), sum(load(of.sum + lane)), sum_lost(load(of.sum_lost + lane)) {
+        while (bad < tile.bad_count && tile.bad[bad] < first) bad++;
+    }
     void meet(int64_t k, Ints counts, Floats logit, Floats, float* place) {
         Floats weight = weight_of(counts, logit);
         add_term(sum, sum_lost, weight);
@@ -186,11 +187,11 @@ struct Rule<Mode::kBackward, kDrops> {
     const Floats delta, inverse;
     Floats grad_gate, grad_gate_lost, grad_sum, mean;
 
-    Rule(const Plan& p, const Tile& t, float* products, Lanes<Mode::kBackward>& of, int first)
-        : plan(p), tile(t), grads(products), lanes(of), at(first), random_low(load(of.random_low + first)),
-          random_high(load(of.random_high + first)), delta(load(of.delta + first)), inverse(load(of.inverse + first)),
-          grad_gate(load(of.grad_gate + first)), grad_gate_lost(load(of.grad_gate_lost + first)),
-          grad_sum(load(of.grad_sum + first)), mean(load(of.mean + first)) {}
+    Rule(const Plan& p, const Tile& t, int64_t, float* products, Lanes<Mode::kBackward>& of, int lane)
+        : plan(p), tile(t), grads(products), lanes(of), at(lane), random_low(load(of.random_low + lane)),
+          random_high(load(of.random_high + lane)), delta(load(of.delta + lane)), inverse(load(of.inverse + lane)),
+          grad_gate(load(of.grad_gate + lane)), grad_gate_lost(load(of.grad_gate_lost + lane)),
+          grad_sum(load(of.grad_sum + lane)), mean(load(of.mean + lane)) {}
     void meet(int64_t k, Ints counts, Floats logit, Floats distance, float* place) {
         float* grad_place = grads + k * kLanes + at;
         Floats weight = weight_of(counts, logit) * inverse, dropped = weight, grad_weight = load(grad_place);
@@ -383,11 +384,15 @@ class Walk {
     // of at most `chain` terms.
     template <int kStride, int kCount>
     void products(const float* lanes, int64_t width, int64_t chain, const float* rows, int64_t first, float* to) {
-        for (int64_t k = first; k < tile_.count; k += kKeys)
-            for (int64_t d = 0; d < width; d += chain)
+        for (int64_t k = first; k < tile_.count; k += kKeys) {
+            int64_t d = 0;
+            do {  // once even without components: their sum is 0
                 multiply<kCount, kStride, false>(
                     {std::min(chain, width - d), lanes + d * kLanes, kLanes, rows + k * kStride + d, 1},
                     to + k * kLanes, kLanes, d ? Onto::kTotal : Onto::kNothing);
+                d += chain;
+            } while (d < width);
+        }
     }
     template <int kCount>
     void products(int64_t stride, const float* lanes, int64_t width, int64_t chain, const float* rows, int64_t first,
@@ -459,7 +464,7 @@ class Walk {
         const Floats scale = splat(problem_.scale), threshold = splat(problem_.threshold);
         const Ints position = load(lanes.position + at), segment = load(lanes.segment + at);
         Floats count = load(lanes.count + at);
-        Rule<kMode, kDrops> rule(plan_, tile_, grads, lanes, at);
+        Rule<kMode, kDrops> rule(plan_, tile_, first, grads, lanes, at);
         for (int64_t k = first; k < tile_.count; k++) {
             float* place = weights + k * kLanes + at;
             Floats score = load(place) * scale;
