@@ -29,7 +29,14 @@ class Options(NamedTuple):
     tolerance: float
     """Error that may be traded for an early stop, relative to the largest value; 0 visits every key."""
     score_bound: float | None
-    """A bound on the absolute scores, or None if the caller knows none."""
+    """A bound on the absolute kept scores, or None if the caller knows none."""
+
+
+def broken_bound(options: Options) -> ValueError:
+    """What an implementation raises when it finds that the caller's bound does not hold."""
+    return ValueError(
+        f"score_bound must bound the absolute scores of all kept keys, got {options.score_bound!r} and a larger score"
+    )
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]

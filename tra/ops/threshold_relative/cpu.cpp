@@ -28,6 +28,9 @@
 
 namespace {
 
+// What the entry points return; cpu.py knows the numbers.
+enum Status : int { kDone = 0, kNoMemory = 1, kBoundBroken = 2 };
+
 // Results of this many bytes are worth huge pages.
 constexpr int64_t kLargeResult = 16 << 20;
 
@@ -56,44 +59,46 @@ bool find_norms(Plan& plan) {
     });
 }
 
-bool forward(const TraProblem& p) {
+Status forward(const TraProblem& p) {
     Plan plan(p);
     expect_large(plan, p.output, p.query_heads, p.query_length, p.value_width);
-    if (!find_norms(plan)) return false;
+    if (!find_norms(plan)) return kNoMemory;
     double work = double(p.batch * p.query_heads) * p.query_length * p.key_length * p.width;
+    bool enough;
     if (p.query_length * plan.group <= kFewRows) {
         work = std::min(work, single_row_work(plan));
-        return run_team(p, p.batch * p.query_heads * p.query_length, work, [&] {
+        enough = run_team(p, p.batch * p.query_heads * p.query_length, work, [&] {
             return [&, single = SingleRow(plan)](int64_t item) mutable {
                 int64_t head = item / p.query_length;
                 single.run(head / p.query_heads, head % p.query_heads, item % p.query_length);
             };
         });
+    } else {
+        enough = run_team(p, forward_items(plan), work, [&] { return ForwardWorker(plan); });
     }
-    return run_team(p, forward_items(plan), work, [&] { return ForwardWorker(plan); });
+    return !enough ? kNoMemory : plan.bound_broken ? kBoundBroken : kDone;
 }
 
-bool backward(const TraProblem& p) {
+Status backward(const TraProblem& p) {
     Plan plan(p);
     expect_large(plan, p.grad_query, p.query_heads, p.query_length, p.width);
     expect_large(plan, p.grad_key, p.key_heads, p.key_length, p.width);
     expect_large(plan, p.grad_value, p.key_heads, p.key_length, p.value_width);
-    if (!find_norms(plan)) return false;
+    if (!find_norms(plan)) return kNoMemory;
     double work = 2 * double(p.batch * p.query_heads) * p.query_length * p.key_length * p.width;
-    return run_team(p, p.batch * p.key_heads, work, [&] { return BackwardWorker(plan); });
+    return run_team(p, p.batch * p.key_heads, work, [&] { return BackwardWorker(plan); }) ? kDone : kNoMemory;
 }
 
-int guarded(bool (*function)(const TraProblem&), const TraProblem& problem) {
+Status guarded(Status (*function)(const TraProblem&), const TraProblem& problem) {
     try {
-        return function(problem) ? 0 : 1;
+        return function(problem);
     } catch (...) {
-        return 1;
+        return kNoMemory;
     }
 }
 
 }  // namespace
 
-// Both return 0, or 1 when memory ran out.
 extern "C" int TRA_ENTRY(forward)(const TraProblem* problem) { return guarded(forward, *problem); }
 extern "C" int TRA_ENTRY(backward)(const TraProblem* problem) { return guarded(backward, *problem); }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tra.ops.threshold_relative.call import Gradients, Inputs, Options
+from tra.ops.threshold_relative.call import Gradients, Inputs, Options, broken_bound
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LONGEST = 2**24
@@ -22,6 +22,8 @@ VARIANTS = ("generic", "avx2", "avx512")
 # two strides each), seven sizes; dropout, tolerance, score_bound; seed; scale, threshold; type, threads; parallel.
 PROBLEM = struct.Struct("=50q q 3q 3q 7q 3d Q 2f 2i q")
 ABSENT = (0, 0, 0, 0, 0)
+BOUND_BROKEN = 2
+"""What forward returns instead of 0 when a kept score lies beyond `score_bound`; anything else is lack of memory."""
 
 NOT_BUILT = "is not built: install a C++ compiler (gcc or clang) and reinstall threshold-relative-attention"
 OTHER_SOURCES = "was built from other sources than this package's: reinstall threshold-relative-attention"
@@ -100,7 +102,10 @@ def _call(name: str, tensors: tuple[Tensor | None, ...], row_state: Tensor, inpu
         *(TYPES[query.dtype], torch.get_num_threads()),
         _parallel or 0,
     )
-    if getattr(LIBRARIES[variant], f"tra_{name}_{variant}")(problem):
+    status = getattr(LIBRARIES[variant], f"tra_{name}_{variant}")(problem)
+    if status == BOUND_BROKEN:
+        raise broken_bound(options)
+    if status:
         raise MemoryError(f"threshold_relative_attention: the CPU kernel ran out of memory in {name}")
 
 

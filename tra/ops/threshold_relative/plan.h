@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -38,7 +39,7 @@ struct TraProblem {
     int64_t segment_stride[2];
     int64_t batch, query_heads, key_heads, query_length, key_length, width, value_width;
     double dropout, tolerance;
-    double score_bound;  // negative: not known, take it from norms
+    double score_bound;  // on the kept scores; negative: not known, take it from norms
     uint64_t seed;
     float scale, threshold;
     int32_t type, threads;
@@ -62,6 +63,8 @@ typedef float Components[kWidest];
 constexpr double kSafeBound = 40.0;
 // Computed scores and norms may pass their exact bounds by rounding.
 constexpr double kBoundSlack = 1.001;
+// And where queries and keys were rounded to their type, by this much more.
+constexpr double kTypeSlack[] = {1 + 0x1p-23, 1 + 0x1p-7, 1 + 0x1p-10};
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -125,6 +128,8 @@ struct Plan {
     uint32_t drop_below;                 // a weight is dropped when its random bits are less
     float drop_scale;                    // what the others are multiplied by
     double decay;                        // decay_needed() if the bound is the same for all rows
+    float largest_score;                 // that a kept key may have by the caller's word
+    mutable std::atomic<bool> bound_broken{false};  // one had a larger one
     std::vector<float> largest_norm;     // [batch, key head, key]: over this key and all before it
     std::vector<int32_t> segment_start;  // [batch, key]: the first key of the same document
 
@@ -140,6 +145,7 @@ struct Plan {
         drop_below = uint32_t(std::floor(p.dropout * 4294967296.0));
         drop_scale = p.dropout > 0 ? float(1 / (1 - p.dropout)) : 1.0f;
         decay = decay_needed(p, p.score_bound * kBoundSlack);
+        largest_score = p.score_bound < 0 ? kInfinity : float(p.score_bound * kBoundSlack * kTypeSlack[type]);
         if (p.segment_ids) find_segments();
         if (p.score_bound < 0) largest_norm.resize(p.batch * p.key_heads * p.key_length);
     }

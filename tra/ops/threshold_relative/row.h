@@ -177,6 +177,7 @@ class SingleRow {
                 float score = sum[u] * p.scale;
                 if (!(score > p.threshold)) continue;
                 if (!std::isfinite(score) && !all_finite(keys[u], p.width)) continue;
+                if (std::fabs(score) > plan_.largest_score) plan_.bound_broken = true;
                 kept_.push_back(index[u]);
                 scores_.push_back(score);
                 if (float(kept_.size()) >= row.limit) return;

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -53,6 +53,19 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
     return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
+#endif
+}
+
+// The larger of both, b where a is NaN.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (Floats)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    return a > b ? a : b;
 #endif
 }
 

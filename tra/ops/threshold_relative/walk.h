@@ -424,13 +424,17 @@ class Walk {
 
         const bool masked = problem_.segment_ids || (count && tile_.index[0] > group.lowest);
         const bool drops = plan_.drop_below && kMode != Mode::kMaximum;
+        float counted[kLanes];
+        std::memcpy(counted, group.lanes.count, sizeof counted);
+        uint64_t beyond = 0;
         for (int n = 0; n < kCount; n++) {
-            if (masked && drops) weigh<true, true>(group.lanes, n, first, weights, grads);
-            else if (masked) weigh<true, false>(group.lanes, n, first, weights, grads);
-            else if (drops) weigh<false, true>(group.lanes, n, first, weights, grads);
-            else weigh<false, false>(group.lanes, n, first, weights, grads);
+            if (masked && drops) beyond |= weigh<true, true>(group.lanes, n, first, weights, grads);
+            else if (masked) beyond |= weigh<true, false>(group.lanes, n, first, weights, grads);
+            else if (drops) beyond |= weigh<false, true>(group.lanes, n, first, weights, grads);
+            else beyond |= weigh<false, false>(group.lanes, n, first, weights, grads);
         }
         if (kMode == Mode::kForward) {
+            if (__builtin_expect(beyond != 0, 0)) check_bound<kCount>(group, base, first, counted);
             add_keys(group.active, first, weights, values_.data, plan_.value_stride, base + result_at_);
         } else if (kMode == Mode::kBackward) {
             add_keys(group.active, first, grads, keys_.data, plan_.key_stride, base + result_at_);
@@ -455,14 +459,16 @@ class Walk {
     }
 
     // Walks one vector of rows past the keys of the tile: which are kept, and at what distance. As a call
-    // of its own it would take a few percent more time.
+    // of its own it would take a few percent more time. Nonzero: forward met a score, kept or not, beyond
+    // the caller's bound.
     template <bool kMasked, bool kDrops>
-    __attribute__((always_inline)) inline void weigh(Lanes<kMode>& lanes, int n, int64_t first, float* weights,
-                                                     float* grads) {
+    __attribute__((always_inline)) inline uint64_t weigh(Lanes<kMode>& lanes, int n, int64_t first, float* weights,
+                                                         float* grads) {
         const int at = n * kWidth;
         const Floats gate = load(lanes.gate + at), limit = load(lanes.limit + at), offset = load(lanes.offset + at);
         const Floats scale = splat(problem_.scale), threshold = splat(problem_.threshold);
         const Ints position = load(lanes.position + at), segment = load(lanes.segment + at);
+        Floats largest = {};  // magnitude of a score
         Floats count = load(lanes.count + at);
         Rule<kMode, kDrops> rule(plan_, tile_, first, grads, lanes, at);
         for (int64_t k = first; k < tile_.count; k++) {
@@ -471,6 +477,7 @@ class Walk {
             Ints keep = score > threshold;
             if (kMasked) keep &= (position >= tile_.index[k]) & (segment == tile_.segment[k]);
             Ints counts = keep & (count < limit);
+            if (kMode == Mode::kForward) largest = larger((Floats)((Ints)score & 0x7fffffff), largest);
             Floats logit = multiply_add(gate, count, score) - offset;
             Floats distance = count;
             count = keep ? count + 1.0f : count;
@@ -478,6 +485,28 @@ class Walk {
         }
         store(lanes.count + at, count);
         rule.save();
+        return bits_of(largest > splat(plan_.largest_score));
+    }
+
+    // Is one of the scores beyond the caller's bound that of a kept key, within its row's limit? Weights have taken
+    // the scores' place, so they are computed again; `counted` is what the rows had counted before the tile.
+    template <int kCount>
+    __attribute__((noinline, cold)) void check_bound(const Group<kMode>& group, const float* base, int64_t first,
+                                                     const float* counted) {
+        const Lanes<kMode>& lanes = group.lanes;
+        float* scores = scores_.reserve(kLargeTile * kLanes + kKeys);
+        products<kCount>(plan_.key_stride, base, problem_.width, problem_.width, keys_.data, first, scores);
+        for (uint64_t left = group.active; left; left &= left - 1) {
+            const int lane = __builtin_ctzll(left);
+            float count = counted[lane];
+            for (int64_t k = first; k < tile_.count && count < lanes.limit[lane]; k++) {
+                if (lanes.position[lane] < tile_.index[k] || lanes.segment[lane] != tile_.segment[k]) continue;
+                const float score = scores[k * kLanes + lane] * problem_.scale;
+                if (!(score > problem_.threshold)) continue;
+                if (std::fabs(score) > plan_.largest_score) plan_.bound_broken = true;
+                count++;
+            }
+        }
     }
 
     // Gradients of the tile's keys and values: every row that sees them is under way, so they are
@@ -595,7 +624,7 @@ class Walk {
     // Parts of a group in the arena: components by lane, for backward also row by row, and row by row
     // what the walk sums up for the row: its output in forward, its query's gradient in backward.
     int64_t grad_at_, result_at_, result_width_, query_rows_at_, grad_rows_at_, group_size_;
-    Buffer arena_, keys_, values_, weights_, grads_, grad_keys_, grad_values_;
+    Buffer arena_, keys_, values_, scores_, weights_, grads_, grad_keys_, grad_values_;
     Tile tile_;
 };
 
