@@ -45,21 +45,24 @@ def threshold_relative_attention(
         query: ``[B, Hq, Lq, D]``.
         key: ``[B, Hkv, Lk, D]``, Hq a multiple of Hkv: query head h reads key head ``h // (Hq / Hkv)``.
         value: ``[B, Hkv, Lk, Dv]``.
-        log_gate: ``[B, Hq, Lq]``, finite and never positive.
+        log_gate: ``[B, Hq, Lq]``, never positive, and finite in the precision of the computation.
         key_mask: ``[B, Lk]`` boolean, False for padding, which is never attended and never counted.
         segment_ids: ``[B, Lk]`` integers; a query sees only keys of its own segment (packed documents).
         scale: factor on the scores, ``1 / sqrt(D)`` by default.
         threshold: a key is kept when its score is greater.
         dropout: probability of dropping a weight, in [0, 1). The mask comes from PyTorch's generator.
         tolerance: largest error allowed in exchange for stopping early, relative to the largest value.
-            None means rounding of float32, 0.0 visits every key. The reference always visits every key.
-        score_bound: a bound on the absolute scores that the caller vouches for; None computes one where an
-            implementation needs it.
+            None means rounding of float32, 0.0 visits every key, more than 1.0 is 1.0. The reference always
+            visits every key.
+        score_bound: a bound on the absolute scores of kept keys that the caller vouches for; None computes one
+            where an implementation needs it. On a CPU a kept score beyond it is an error, if it lies within the row's
+            reach: beyond the early stop nobody looks.
         impl: "auto" or the name of an implementation, which is then used or refused, never replaced.
 
     Returns:
         ``[B, Hq, Lq, Dv]`` in the dtype of query, differentiable once. A NaN or infinity in a query or gate makes that
-        row NaN, one in a value makes the rows that keep its key NaN, and a key that holds one is treated as padding.
+        row NaN, one in a value makes the rows NaN that keep its key before they stop, and a key that holds one is
+        treated as padding. A row that is NaN has gradients of NaN and no part in those of keys and values.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind(0)
@@ -72,14 +75,14 @@ def threshold_relative_attention(
     check_masks(key_mask, segment_ids, key.shape[0], key.shape[2], key.device)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3])
-    _check_options(scale, threshold, dropout, tolerance, score_bound)
+    _check_options(query.dtype, scale, threshold, dropout, tolerance, score_bound)
     seed = torch.randint(2**62, (1,), device=query.device) if dropout > 0.0 else None
     inputs = Inputs(query, key, value, log_gate, key_mask, segment_ids, seed)
     options = Options(
         float(scale),
         float(threshold),
         float(dropout),
-        ROUNDING if tolerance is None else float(tolerance),
+        ROUNDING if tolerance is None else 1.0 if tolerance > 1.0 else float(tolerance),
         None if score_bound is None else float(score_bound),
     )
     return attend(inputs, options, choose(impl, inputs, options))
@@ -135,7 +138,12 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) 
 
 
 def _check_options(
-    scale: float, threshold: float, dropout: float, tolerance: float | None, score_bound: float | None
+    dtype: torch.dtype,
+    scale: float,
+    threshold: float,
+    dropout: float,
+    tolerance: float | None,
+    score_bound: float | None,
 ) -> None:
     for name, number in (("scale", scale), ("threshold", threshold), ("dropout", dropout)):
         if number is None:
@@ -145,6 +153,11 @@ def _check_options(
         raise ValueError(f"scale must be a positive number, got {scale!r}")
     if not -math.inf < threshold < math.inf:
         raise ValueError(f"threshold must be a finite number, got {threshold!r}")
+    computed = torch.promote_types(dtype, torch.float32)
+    largest = torch.finfo(computed).max
+    for name, number in (("scale", scale), ("threshold", threshold)):
+        if not -largest <= number <= largest:
+            raise ValueError(f"{name} must be a number that {computed} can hold, got {number!r}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
     if tolerance is not None and not 0.0 <= tolerance < math.inf:

@@ -33,9 +33,11 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
     if (!all_finite(components, p.width) || !std::isfinite(row.gate)) return false;
     if (row.position < 0) return true;  // before the first key
     double bound = p.score_bound * kBoundSlack;
-    if (p.score_bound < 0)
-        bound = std::fabs(p.scale) * std::sqrt(dot(components, components, p.width)) * kBoundSlack *
-                plan.largest_norm[(batch * p.key_heads + head / plan.group) * p.key_length + row.position];
+    if (p.score_bound < 0) {
+        bound = std::fabs(p.scale) * std::sqrt(dot(components, components, p.width)) * kBoundSlack;
+        if (bound > 0)  // 0 bounds the scores of a query of zeros even where a key's norm is infinite
+            bound *= plan.largest_norm[(batch * p.key_heads + head / plan.group) * p.key_length + row.position];
+    }
     double least = std::max(double(p.threshold), -bound);
     row.safe = bound <= kSafeBound && least >= -kSafeBound;
     double exponent = p.score_bound < 0 ? decay_needed(p, bound) : plan.decay;

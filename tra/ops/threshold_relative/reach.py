@@ -1,0 +1,50 @@
+"""How many kept keys a row reads before the rest is certified not to matter: the early stop as an equation.
+
+An implementation that stops does so here, and one that visits every key answers as if it did where that shows: what
+lies beyond a row's reach can neither spoil it nor break the caller's `score_bound`. docs/kernel.md has the proof.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tra.ops.threshold_relative.call import Inputs, Options
+
+SLACK = 1.001
+"""Computed scores and norms may pass their exact bounds by rounding."""
+
+
+def row_reach(inputs: Inputs, options: Options) -> Tensor:
+    """Return [B, Hq, Lq] in double precision: the count of kept keys at which each row is done, infinite for never."""
+    query, key = inputs.query, inputs.key
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    gate = inputs.log_gate.to(dtype).double()
+    tolerance = options.tolerance * (1.0 - options.dropout)
+    if tolerance == 0.0:
+        return torch.full_like(gate, math.inf)
+    scale, threshold = torch.tensor([options.scale, options.threshold], dtype=dtype).tolist()
+    if options.score_bound is not None:
+        bound = torch.full_like(gate, options.score_bound * SLACK)
+    else:
+        readable = key.isfinite().all(-1)
+        if inputs.key_mask is not None:
+            readable = readable & inputs.key_mask[:, None]
+        key_norm = key.double().norm(dim=-1).to(dtype).double().where(readable, 0.0).cummax(-1).values
+        key_norm = key_norm[:, :, key.shape[2] - query.shape[2] :].repeat_interleave(
+            query.shape[1] // key.shape[1], dim=1
+        )
+        size = scale * query.double().norm(dim=-1) * SLACK
+        # A key's norm may overflow, but a query of zeros scores 0 with every key.
+        bound = (size * key_norm).where(size > 0.0, 0.0)
+    spread = (bound - (-bound).clamp(min=threshold)).clamp(min=0.0)
+    odds = spread + math.log(2.0 / tolerance)
+    needed = torch.logaddexp(odds, torch.zeros_like(odds)) * (1.0 + 1e-9)
+    return (needed / -gate).ceil().where(gate < 0.0, math.inf)
+
+
+def largest_score(inputs: Inputs, options: Options) -> float:
+    """What the score of a kept key may be by the caller's word, with room for rounding queries and keys."""
+    if options.score_bound is None:
+        return math.inf
+    return options.score_bound * SLACK * (1.0 + torch.finfo(inputs.query.dtype).eps)
