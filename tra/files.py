@@ -1,11 +1,13 @@
 """Files that a reader, or a process that takes over after a kill, never sees half-written."""
 
+import errno
 import glob
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,22 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def opened(path: Path) -> BufferedReader:
+    """A file to be read. It must be a regular one: a pipe would keep its reader waiting, and a device has no end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return open(path, "rb")
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds; a ValueError unless that is JSON."""
+    with opened(path) as file:
+        try:
+            return json.loads(file.read().decode())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path.name} is no intact JSON: {error}") from error
 
 
 def remove_folder(path: Path) -> None:

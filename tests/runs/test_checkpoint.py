@@ -1,14 +1,18 @@
-"""Checkpoints appear whole or not at all; damaged ones are passed over."""
+"""Checkpoints appear whole or not at all; damaged ones are passed over, and what cannot be read is never replaced."""
 
+import builtins
+import errno
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.runs.tiny import TINY, checkpoints
+from tests.runs.tiny import TINY, checkpoints, weights
+from tra.errors import RunError
 from tra.runs import train
 from tra.runs.checkpoint import Checkpoints
 
@@ -90,3 +94,55 @@ def test_a_checkpoint_of_another_format_is_passed_over(tmp_path: Path) -> None:
     state.write_text(state.read_text().replace('"format": 1', '"format": 2'))
     with pytest.warns(UserWarning, match="is damaged \\(its format is 2, expected 1\\): using the one before"):
         assert saved.latest() == latest
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_checkpoint_that_cannot_be_read_stops_the_run_and_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    folder, recipe = tmp_path / "run", replace(TINY, steps=8)
+    train(recipe, folder)
+    before = {step: weights(folder, step) for step in (4, 8)}
+    original = builtins.open
+
+    def failing(file: Any, *arguments: Any, **options: Any) -> Any:
+        if "step-00000008/model" in str(file):
+            raise OSError(number, os.strerror(number), str(file))
+        return original(file, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", failing)
+        with pytest.raises(RunError, match=f"step-00000008 could not be read .*{os.strerror(number)}.* move it away"):
+            train(recipe, folder)
+        assert os.strerror(number) in Checkpoints(folder / "checkpoints").describe_last()
+    assert {step: weights(folder, step) for step in (4, 8)} == before
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Checkpoints(tmp_path)
+    saved.save(1, PARTS, keep=1)
+
+    def refused(path: Any = ".") -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "listdir", refused)
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(RunError, match=r"could not be read: .*Permission denied"):
+        saved.latest()
+
+
+def test_only_what_was_found_damaged_is_removed_from_later_steps(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(8, PARTS, keep=1)
+    Checkpoints(tmp_path).save(4, PARTS, keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000004", "step-00000008"}
+
+
+def test_weights_have_the_permissions_of_other_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        saved = Checkpoints(tmp_path).save(1, PARTS, keep=1)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in saved.path.iterdir()} == {0o640}

@@ -4,8 +4,9 @@ checkpoints/step-00000100/model.safetensors, optimizer.safetensors, state.json (
 """
 
 import hashlib
-import json
+import os
 import re
+import stat
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tra.errors import RunError
-from tra.files import remove_folder, remove_partial, write_json, written_aside
+from tra.files import opened, read_json, remove_folder, remove_partial, write_json, written_aside
 
 FORMAT = 1
 STATE = "state.json"
@@ -42,12 +43,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._damaged: set[Path] = set()
+        """Read, and found damaged: they may be replaced, and nothing else may."""
 
     def save(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], keep: int) -> Checkpoint:
-        """Write a checkpoint of named parts, then remove all but the newest ``keep``.
-
-        Later steps that are found are removed too: they are damaged, or the run would not be at this step.
-        """
+        """Write a checkpoint of named parts, then remove damaged later ones and all but the newest ``keep``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove_partial()
         final = self.folder / f"step-{step:08d}"
@@ -57,7 +57,7 @@ class Checkpoints:
                 digests = {}
                 for name, tensors in parts.items():
                     file = aside / f"{name}.safetensors"
-                    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+                    _write(tensors, file)
                     digests[file.name] = _digest(file)
                 write_json(aside / STATE, {"format": FORMAT, "step": step, "files": digests})
         except (OSError, SafetensorError) as error:
@@ -66,23 +66,35 @@ class Checkpoints:
             ) from error
         folders = self._steps()
         here = folders.index(final)
-        for other in folders[:here] + folders[here + keep :]:
+        for other in [path for path in folders[:here] if path in self._damaged] + folders[here + keep :]:
             remove_folder(other)
         return Checkpoint(final, step)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are all intact, warning about each damaged one passed over."""
+        """The newest checkpoint whose files are all intact, warning about each damaged one passed over.
+
+        One that could not be read may be intact: it is a RunError, because to go on without it would replace it.
+        """
         for path in self._steps():
             try:
                 return _verified(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+                self._damaged.add(path)
                 warnings.warn(f"checkpoint {path} is damaged ({error}): using the one before", stacklevel=2)
+            except OSError as error:
+                raise RunError(
+                    f"checkpoint {path} could not be read ({error}) and may be intact: try again when it can be, or "
+                    "move it away to go on from the one before"
+                ) from error
         return None
 
     def describe_last(self) -> str:
         """For messages: which checkpoint a run can go on from."""
         with warnings.catch_warnings(action="ignore"):
-            found = self.latest()
+            try:
+                found = self.latest()
+            except RunError as error:
+                return str(error)
         return f"the last good checkpoint is {found.path}" if found else "there is no earlier checkpoint"
 
     def remove_partial(self) -> None:
@@ -91,8 +103,13 @@ class Checkpoints:
 
     def _steps(self) -> list[Path]:
         """Newest first. Anything else in the folder, such as a copy somebody made, is left alone."""
-        found = (path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name))
-        return sorted(found, reverse=True)
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RunError(f"the checkpoints in {self.folder} could not be read: {error}") from error
+        return [self.folder / name for name in sorted(names, reverse=True) if re.fullmatch(r"step-\d{8}", name)]
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -132,7 +149,7 @@ def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _verified(path: Path) -> Checkpoint:
-    state = json.loads((path / STATE).read_text())
+    state = read_json(path / STATE)
     if state["format"] != FORMAT:
         raise ValueError(f"its format is {state['format']}, expected {FORMAT}")
     for name, digest in state["files"].items():
@@ -141,6 +158,14 @@ def _verified(path: Path) -> Checkpoint:
     return Checkpoint(path, int(state["step"]))
 
 
+def _write(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """With the permissions that other files get; the library's own writes for nobody but the user."""
+    file.touch()
+    usual = stat.S_IMODE(file.stat().st_mode)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    file.chmod(usual)
+
+
 def _digest(file: Path) -> str:
-    with open(file, "rb") as stream:
+    with opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
