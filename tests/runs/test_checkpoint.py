@@ -2,6 +2,7 @@
 
 import builtins
 import errno
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from tests.runs.tiny import TINY, checkpoints, weights
 from tra.errors import RunError
-from tra.runs import train
+from tra.runs import load_run, train
 from tra.runs.checkpoint import Checkpoints
 
 
@@ -146,3 +147,79 @@ def test_weights_have_the_permissions_of_other_files(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in saved.path.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"learning_rate": 2e-3}])
+def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path: Path, change: dict[str, Any]) -> None:
+    recipe = replace(TINY, steps=4)
+    train(recipe, tmp_path / "one")
+    train(recipe.changed(change), tmp_path / "other")
+    shutil.rmtree(tmp_path / "one" / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "one" / "checkpoints")
+    for use in (lambda: train(recipe, tmp_path / "one"), lambda: load_run(tmp_path / "one").model):
+        with pytest.raises(RunError, match="step-00000004 is of a run with another recipe or seed: move it away"):
+            use()
+    assert weights(tmp_path / "one", 4) == weights(tmp_path / "other", 4)
+
+
+def test_a_checkpoint_that_says_nothing_of_its_run_is_taken_if_it_fits(tmp_path: Path) -> None:
+    """As those of version 0.1."""
+    folder, recipe = tmp_path / "run", replace(TINY, steps=4)
+    train(recipe, folder)
+    state = folder / "checkpoints" / "step-00000004" / "state.json"
+    stored = json.loads(state.read_text())
+    assert stored.pop("run") == load_run(folder).identity
+    state.write_text(json.dumps(stored))
+    assert load_run(folder).model is not None
+    wider = recipe.changed({"model.width": 64})
+    (folder / "recipe.json").write_text(wider.to_json())
+    for use in (lambda: train(wider, folder), lambda: load_run(folder).model):
+        with pytest.raises(RunError, match=r"does not fit the run's model: blocks\.0\..* is \[.*32\], not \[.*64\]"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"step": 10**30},
+        {"step": -5},
+        {"step": None},
+        {"files": {}},
+        {"files": []},
+        {"files": {"/dev/zero": "0"}},
+        {"files": {"../step-00000001/model.safetensors": "0", "optimizer.safetensors": "0"}},
+    ],
+)
+def test_a_hostile_state_is_damage(tmp_path: Path, hostile: dict[str, Any]) -> None:
+    saved = Checkpoints(tmp_path)
+    good = saved.save(1, PARTS, keep=2)
+    saved.save(2, PARTS, keep=2)
+    state = tmp_path / "step-00000002" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), **hostile}))
+    with pytest.warns(UserWarning, match=r"is damaged \((its|state\.json) .*\): using the one before"):
+        assert saved.latest() == good
+
+
+def test_a_state_nested_without_end_is_damage(tmp_path: Path) -> None:
+    saved = Checkpoints(tmp_path)
+    saved.save(1, PARTS, keep=2)
+    (tmp_path / "step-00000001" / "state.json").write_text("[" * 100_000)
+    with pytest.warns(UserWarning, match=r"is damaged \(state\.json is no intact JSON"):
+        assert saved.latest() is None
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    saved = Checkpoints(tmp_path)
+    pipe = saved.save(1, PARTS, keep=2).path / name
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with pytest.raises(RunError, match=r"could not be read .*Not a regular file"):
+        saved.latest()
+
+
+def test_what_is_no_safetensors_file_is_named(tmp_path: Path) -> None:
+    saved = Checkpoints(tmp_path).save(1, PARTS, keep=2)
+    (saved.path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(RunError, match=r"model of checkpoint .*step-00000001 is no intact safetensors file"):
+        saved.tensors("model")

@@ -1,6 +1,6 @@
 """Checkpoints: safetensors and JSON in a folder that appears whole or not at all. Nothing is ever unpickled.
 
-checkpoints/step-00000100/model.safetensors, optimizer.safetensors, state.json (step, digests)
+checkpoints/step-00000100/model.safetensors, optimizer.safetensors, state.json (step, run, digests)
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import re
 import stat
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tra.files import opened, read_json, remove_folder, remove_partial, write_js
 
 FORMAT = 1
 STATE = "state.json"
+FILES = {"model.safetensors", "optimizer.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,24 @@ class Checkpoint:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors saved under a name, on the CPU. Copies: the library's own are views of the mapped file, and
         outlive neither its truncation nor its replacement."""
-        stored = load_file(self.path / f"{name}.safetensors")
+        try:
+            stored = load_file(self.path / f"{name}.safetensors")
+        except SafetensorError as error:
+            raise RunError(f"{name} of checkpoint {self.path} is no intact safetensors file: {error}") from error
         return {key: tensor.clone() for key, tensor in stored.items()}
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder of their own."""
+    """The checkpoints of a run, in a folder of their own.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        folder: where they are.
+        run: gives what tells the run from others. It is asked when a checkpoint is written or found; one that says
+            nothing of its run, as those of version 0.1, may be any run's.
+    """
+
+    def __init__(self, folder: Path, run: Callable[[], str | None] = lambda: None) -> None:
+        self.folder, self.run = folder, run
         self._damaged: set[Path] = set()
         """Read, and found damaged: they may be replaced, and nothing else may."""
 
@@ -59,7 +69,7 @@ class Checkpoints:
                     file = aside / f"{name}.safetensors"
                     _write(tensors, file)
                     digests[file.name] = _digest(file)
-                write_json(aside / STATE, {"format": FORMAT, "step": step, "files": digests})
+                write_json(aside / STATE, {"format": FORMAT, "step": step, "run": self.run(), "files": digests})
         except (OSError, SafetensorError) as error:
             raise RunError(
                 f"could not write the checkpoint of step {step} to {self.folder}: {error}; {self.describe_last()}"
@@ -77,7 +87,7 @@ class Checkpoints:
         """
         for path in self._steps():
             try:
-                return _verified(path)
+                return self._verified(path)
             except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
                 self._damaged.add(path)
                 warnings.warn(f"checkpoint {path} is damaged ({error}): using the one before", stacklevel=2)
@@ -111,6 +121,25 @@ class Checkpoints:
             raise RunError(f"the checkpoints in {self.folder} could not be read: {error}") from error
         return [self.folder / name for name in sorted(names, reverse=True) if re.fullmatch(r"step-\d{8}", name)]
 
+    def _verified(self, path: Path) -> Checkpoint:
+        """A ValueError, KeyError or TypeError if it is damaged."""
+        state = read_json(path / STATE)
+        if state["format"] != FORMAT:
+            raise ValueError(f"its format is {state['format']}, expected {FORMAT}")
+        step = int(path.name.removeprefix("step-"))
+        if state["step"] != step:
+            raise ValueError(f"{STATE} says step {state['step']}")
+        of_run, here = state.get("run"), self.run()
+        if None not in (of_run, here) and of_run != here:
+            raise RunError(f"checkpoint {path} is of a run with another recipe or seed: move it away")
+        digests = dict(state["files"])
+        if set(digests) != FILES:
+            raise ValueError(f"{STATE} must name {' and '.join(sorted(FILES))}, and nothing else")
+        for name, digest in digests.items():
+            if _digest(path / name) != digest:
+                raise ValueError(f"{name} does not match its digest")
+        return Checkpoint(path, step)
+
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """The parts to save, whole and on the CPU, however model and optimizer are divided among processes.
@@ -130,14 +159,26 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
     }
 
 
+def fitting(found: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
+    """A checkpoint's weights, which are known to have the names and shapes of the model's."""
+    weights, expected = found.tensors("model"), model.state_dict()
+    for name in sorted(weights.keys() | expected.keys()):
+        stored, wanted = (list(x[name].shape) if name in x else None for x in (weights, expected))
+        if stored != wanted:
+            raise RunError(f"checkpoint {found.path} does not fit the run's model: {name} is {stored}, not {wanted}")
+    return weights
+
+
 def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a checkpoint into model and optimizer, each process taking its share. Every process must call this."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    weights: dict[str, Any] = {**found.tensors("model")}
+    weights: dict[str, Any] = fitting(found, model)
     moments: dict[str, Any] = defaultdict(dict)
     for key, tensor in found.tensors("optimizer").items():
-        kind, name = key.split("/", 1)
+        kind, _, name = key.partition("/")
+        if name not in weights:
+            raise RunError(f"checkpoint {found.path} does not fit the run's model, which has no weight for {key}")
         moments[name][kind] = tensor
     set_state_dict(
         model,
@@ -146,16 +187,6 @@ def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimize
         optim_state_dict={"state": moments, "param_groups": []},
         options=StateDictOptions(full_state_dict=True),
     )
-
-
-def _verified(path: Path) -> Checkpoint:
-    state = read_json(path / STATE)
-    if state["format"] != FORMAT:
-        raise ValueError(f"its format is {state['format']}, expected {FORMAT}")
-    for name, digest in state["files"].items():
-        if _digest(path / name) != digest:
-            raise ValueError(f"{name} does not match its digest")
-    return Checkpoint(path, int(state["step"]))
 
 
 def _write(tensors: Mapping[str, Tensor], file: Path) -> None:

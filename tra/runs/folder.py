@@ -1,6 +1,7 @@
 """A run's folder: what its files are called, what they hold, and who may write them."""
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,10 @@ from filelock import FileLock, Timeout
 from tra import plugins
 from tra.environment import best_device, environment, environment_of_run
 from tra.errors import RunError
-from tra.files import remove_partial, write_json, write_text
+from tra.files import read_json, remove_partial, write_json, write_text
 from tra.model import Decoder
 from tra.recipes import Recipe
-from tra.runs.checkpoint import Checkpoints
+from tra.runs.checkpoint import Checkpoints, fitting
 from tra.tasks import ReadsText, Result, Task
 
 RECIPE = "recipe.json"
@@ -33,6 +34,12 @@ DIVERGED = "diverged: "
 """Begins the reason of a failure that is the recipe's doing."""
 INSPECTION = "inspection"
 LOCK = ".lock"
+
+MAY_CHANGE = {
+    *("name", "plugins", "steps", "log_every", "checkpoint_every", "keep_checkpoints", "evaluations"),
+    *("accumulate", "precision", "gradient_checkpointing"),
+}
+"""What can be another in a stored recipe while its checkpoints are still this run's."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Run:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self.checkpoints = Checkpoints(self.folder / CHECKPOINTS)
+        self.checkpoints = Checkpoints(self.folder / CHECKPOINTS, lambda: self.identity)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -76,6 +83,14 @@ class Run:
             raise ValueError(f"{stored} is not a recipe that this version can read: {error}") from error
 
     @cached_property
+    def identity(self) -> str:
+        """What its checkpoints know it by. It is of the recipe as stored, which no later version writes otherwise."""
+        _ = self.recipe  # raises what is wrong with it
+        stored = read_json(self.folder / RECIPE)
+        content = json.dumps({name: stored[name] for name in stored if name not in MAY_CHANGE}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    @cached_property
     def task(self) -> Task:
         """What it was trained on, with the tokenizer that the run has stored."""
         task = self.recipe.build_task()
@@ -90,7 +105,7 @@ class Run:
         if found is None:
             raise RunError(f"run {self.folder} has no intact checkpoint yet")
         model = Decoder(self.recipe.model)
-        model.load_state_dict(found.tensors("model"))
+        model.load_state_dict(fitting(found, model))
         self.step = found.step
         return model.to(best_device()).eval()
 
