@@ -230,6 +230,9 @@ def test_checkpointed_blocks_keep_fewer_tensors() -> None:
     [
         ({"attention": "ropee"}, "attention must be one of .*, got 'ropee'; did you mean 'rope'?"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"layers": 300_000}, "layers must be at most 10,000, got 300,000"),
+        ({"width": 10**30}, "width must be at most 1,048,576, got 1,0"),
+        ({"vocabulary": 2**32 + 1}, "vocabulary must be at most 4,294,967,296, got 4,294,967,297"),
         ({"layers": "4"}, "layers must be a whole number, got '4'"),
         ({"heads": True}, "heads must be a whole number, got True"),
         ({"vocabulary": 0}, "vocabulary must be at least 1, got 0"),

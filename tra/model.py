@@ -18,6 +18,9 @@ from tra.attention.options import options_of
 from tra.lookup import lookup
 from tra.options import among, checked_options, mismatch, written
 
+LARGEST = {"vocabulary": 1 << 32, "layers": 10_000, "heads": 1 << 20, "width": 1 << 20}
+"""What a config may ask for: far beyond any model, and little enough that a damaged or hostile one fails at once."""
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -45,14 +48,15 @@ class DecoderConfig:
     """Add each layer to the normalised stream (the authors' code) or to the stream itself (ordinary pre-norm)."""
 
     def __post_init__(self) -> None:
-        counts = ("vocabulary", "layers", "heads", "width")
-        for name, annotation in (*((name, int) for name in counts), ("kv_heads", int | None), ("dropout", float)):
+        for name, annotation in (*((name, int) for name in LARGEST), ("kv_heads", int | None), ("dropout", float)):
             wrong = mismatch(getattr(self, name), annotation)
             if wrong is not None:
                 raise ValueError(f"{name} must be {wrong}")
-        for name in counts:
+        for name, largest in LARGEST.items():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if getattr(self, name) > largest:
+                raise ValueError(f"{name} must be at most {largest:,}, got {getattr(self, name):,}")
         if self.residual not in ("normalised", "pre_norm"):
             raise ValueError(f"residual must be 'normalised' or 'pre_norm', got {self.residual!r}")
         mechanism = plugins.find("MECHANISMS", MECHANISMS, self.attention, "attention")

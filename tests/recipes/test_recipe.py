@@ -192,6 +192,10 @@ def test_the_caller_cannot_change_a_recipes_options_afterwards() -> None:
             ({name: 0}, f"{name} must be at least 1, got 0")
             for name in ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints")
         ),
+        ({"steps": 10**30}, "steps must be at most 99,999,999, got 1,000,"),
+        ({"steps": "2"}, "steps must be a whole number, got '2'"),
+        ({"seed": None}, "seed must be a whole number, got None"),
+        ({"examples": 2.5}, "examples must be a whole number or None, got 2.5"),
         ({"warmup": 1.5}, r"warmup must be a share of the steps in \[0, 1\], got 1.5"),
         ({"beta2": 1.0}, r"beta2 must be in \[0, 1\), got 1.0"),
         ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),

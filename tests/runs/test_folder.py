@@ -318,6 +318,19 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     assert load_run(tmp_path).step == 0
 
 
+@pytest.mark.parametrize("content", ["[]", '"x"', "3", "[" * 100_000, '{"model": [], "evaluations": 3}'])
+def test_a_recipe_that_makes_no_sense_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "recipe.json").write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/recipe.json is not a recipe that this version can read: "):
+        load_run(tmp_path)
+
+
+def test_a_recipe_that_asks_for_too_much_is_named(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text(TINY.to_json().replace('"layers": 2', '"layers": 300000'))
+    with pytest.raises(ValueError, match=r"recipe\.json .*: layers must be at most 10,000, got 300,000"):
+        load_run(tmp_path)
+
+
 def test_a_task_is_built_once_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built, original = [], Recipe.build_task
 

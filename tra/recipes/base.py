@@ -10,8 +10,13 @@ import tyro
 
 from tra import plugins
 from tra.model import DecoderConfig
-from tra.options import among
+from tra.options import among, mismatch
 from tra.tasks import Evaluation, Task, build_task
+
+COUNTS = ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints")
+
+MOST_STEPS = 99_999_999
+"""The folders of checkpoints are named with eight digits."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,15 @@ class Recipe:
     def __post_init__(self) -> None:
         task = self.build_task()
         object.__setattr__(self, "task_options", dict(self.task_options))
-        for name in ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints"):
+        for name, annotation in (*((name, int) for name in (*COUNTS, "seed")), ("examples", int | None)):
+            wrong = mismatch(getattr(self, name), annotation)
+            if wrong is not None:
+                raise ValueError(f"{name} must be {wrong}")
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.steps > MOST_STEPS:
+            raise ValueError(f"steps must be at most {MOST_STEPS:,}, got {self.steps:,}")
         if not 0.0 <= self.warmup <= 1.0:
             raise ValueError(f"warmup must be a share of the steps in [0, 1], got {self.warmup!r}")
         if not 0.0 <= self.beta2 < 1.0:
@@ -135,6 +146,8 @@ class Recipe:
     def from_json(cls, text: str) -> "Recipe":
         """What `to_json` gave, of this version or of 0.1, in which a text and an alphabet had fields of their own."""
         stored: dict[str, Any] = json.loads(text)
+        if not isinstance(stored, dict):
+            raise ValueError(f"it must hold the fields of a recipe, got {type(stored).__name__}")
         plugins.require(stored.pop("plugins", []))
         alphabet, source = stored.pop("alphabet", None), stored.pop("text", None)
         if alphabet is not None:

@@ -79,7 +79,7 @@ class Run:
             raise ValueError(f"run must be a folder that holds {RECIPE}, got {self.folder}")
         try:
             return Recipe.from_json(stored.read_text(encoding="utf-8"))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{stored} is not a recipe that this version can read: {error}") from error
 
     @cached_property
