@@ -1,5 +1,6 @@
 """Text from folders and from the hub, and the pieces it is read in."""
 
+import errno
 import hashlib
 import os
 import random
@@ -378,3 +379,30 @@ def test_a_file_belongs_to_one_split(tmp_path: Path) -> None:
     for split in ("train", "test"):
         with pytest.raises(ValueError, match=r"one split in each file's name, but .*test-train.txt says"):
             Source(str(tmp_path)).files(split)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path, "a beginning\n")
+    write_folder(tmp_path / "more", "the rest\n")
+    original = os.scandir
+
+    def refused(path: Any = ".") -> Any:
+        if str(path).endswith("more"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refused)
+        with pytest.raises(ValueError, match=f"text must be readable, but {tmp_path}/more is not: Permission denied"):
+            Source(str(tmp_path)).files("train")
+    assert len(Source(str(tmp_path)).files("train")) == 2
+
+
+def test_a_file_that_is_gone_is_named_and_hidden_ones_are_left_alone(tmp_path: Path) -> None:
+    write_folder(tmp_path, "a text\n")
+    write_folder(tmp_path / ".hidden", "no text\n")
+    os.mkfifo(tmp_path / "train-pipe.txt")
+    assert Source(str(tmp_path)).files("train") == [tmp_path / "train.txt"]
+    (tmp_path / "train-2.txt").symlink_to(tmp_path / "elsewhere.txt")
+    with pytest.raises(ValueError, match=f"text must be readable, but {tmp_path}/train-2.txt is not: No such file"):
+        Source(str(tmp_path)).files("train")

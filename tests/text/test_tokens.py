@@ -26,6 +26,7 @@ from tests.faults import full_disk
 from tests.text.reading import DATA, needs_data, odd_text, prose, write_folder
 from tra.bench.memory import added_megabytes, measurable
 from tra.cli import main
+from tra.errors import RunError
 from tra.progress import shown
 from tra.text import Source, Text, Tokens, load_tokenizer, prepare
 from tra.text.tokenizer import size_of
@@ -60,6 +61,7 @@ def test_tokens_are_those_of_the_whole_text_mapped_and_not_loaded(
     odd = random.Random(5)
     with open(source.folder / "train.txt", "a", newline="") as file:
         file.writelines(odd_text(odd, 80) for _ in range(50))
+    source = Source(source.name)
     monkeypatch.setattr(tra.text.source, "PIECE", 777)
     for split in ("train", "valid", "test"):
         text = "".join(source.pieces(split))
@@ -299,6 +301,80 @@ def test_an_unreadable_source_is_named_itself(
     with pytest.raises(FileNotFoundError, match=re.escape("No such file or directory: '/nowhere/at-all.txt'")):
         prepare(source, "valid", tokenizer, cache)
     assert files_of(cache) == set()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"dtype": "object"},
+        {"dtype": "uint32"},
+        {"count": 10**30},
+        {"count": -5},
+        {"count": "many"},
+        {"words": None},
+        {"more": 1},
+        "{",
+        "[" * 100_000,
+        b"\xff",
+        "tokens cut short",
+        "no tokens",
+    ],
+)
+def test_a_damaged_cache_is_named_and_made_again(
+    source: Source, tokenizer: Tokenizer, cache: Path, damage: dict[str, object] | str | bytes
+) -> None:
+    made = prepare(source, "train", tokenizer, cache)
+    content, facts = made.path.read_bytes(), made.path.with_suffix(".json")
+    stored = facts.read_text()
+    if isinstance(damage, dict):
+        facts.write_text(json.dumps({**json.loads(stored), **damage}))
+    elif isinstance(damage, bytes):
+        facts.write_bytes(damage)
+    elif "tokens" in damage:
+        os.truncate(made.path, len(content) - 2 if "short" in damage else 0)
+    else:
+        facts.write_text(damage)
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    with shown(console):
+        assert prepare(source, "train", tokenizer, cache) == made
+    assert f"{made.path} is made again: " in console.file.getvalue()
+    assert (made.path.read_bytes(), facts.read_text()) == (content, stored)
+
+
+def test_a_damaged_tokenizer_in_the_cache_is_named_and_made_again(source: Source, cache: Path) -> None:
+    made = load_tokenizer("bpe-300", source, cache).to_str()
+    (path,) = cache.glob("bpe-*.json")
+    path.write_text(path.read_text()[:-100])
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    with shown(console):
+        assert load_tokenizer("bpe-300", source, cache).to_str() == made
+    assert f"{path} is made again: it is no intact tokenizer" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "tokens"])
+def test_a_text_that_changes_while_it_is_read_is_not_kept(
+    what: str, source: Source, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert source.folder is not None
+    original, file = Source.pieces, source.folder / "train.txt"
+    tokenizer = load_tokenizer("bpe-300", source, cache) if what == "tokens" else None
+    before = {path.name for path in cache.glob("*-*") if path.suffix != ".lock"}
+
+    def pieces(self: Source, split: str) -> Iterator[str]:
+        file.write_text(prose(9, 500))  # after its digest was taken
+        yield from original(self, split)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "pieces", pieces)
+        with pytest.raises(RunError, match=f"text must not change while it is read, but train of {source.name} did"):
+            load_tokenizer("bpe-301", source, cache) if tokenizer is None else prepare(
+                source, "train", tokenizer, cache
+            )
+    assert {path.name for path in cache.glob("*-*") if path.suffix != ".lock"} == before
+    again = Source(source.name)
+    tokenizer = load_tokenizer("bpe-300", again, cache)
+    read = prepare(again, "train", tokenizer, cache).read().tolist()
+    assert read == tokenizer.encode(file.read_text()).ids
 
 
 def test_progress_is_shown(source: Source, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

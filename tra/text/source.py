@@ -3,10 +3,12 @@
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 from tra.errors import RunError
 from tra.lookup import lookup
@@ -78,13 +80,16 @@ class Source:
     def everything(self) -> list[Path]:
         """The files with text in the folder."""
         assert self.folder is not None
-        return sorted(
-            path
-            for path in self.folder.rglob("*")
-            if path.suffix.lower() in SUFFIXES
-            and not any(part.startswith(".") for part in path.relative_to(self.folder).parts)
-            and path.is_file()
-        )
+        found: list[Path] = []
+        try:
+            for place, folders, names in os.walk(self.folder, onerror=_raise):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                paths = (Path(place, name) for name in names if not name.startswith("."))
+                texts = (path for path in paths if path.suffix.lower() in SUFFIXES)
+                found += [path for path in texts if stat.S_ISREG(path.stat().st_mode)]
+        except OSError as error:
+            raise ValueError(f"text must be readable, but {error.filename} is not: {error.strerror}") from error
+        return sorted(found)
 
     @cached_property
     def is_divided_here(self) -> bool:
@@ -122,17 +127,25 @@ class Source:
     def fingerprint(self, split: str) -> str:
         """Changes whenever the text does."""
         if split not in self._fingerprints:
-            digest = hashlib.sha256()
-            if self.folder is None:
-                digest.update(repr((HUB[self.name], split)).encode())
-            else:
-                for path in self.files(split):
-                    with open(path, "rb") as file:
-                        digest.update(hashlib.file_digest(file, "sha256").digest())
-                if self.is_divided_here:
-                    digest.update(repr((SHARES[split], CUT_WITHIN)).encode())
-            self._fingerprints[split] = digest.hexdigest()
+            self._fingerprints[split] = self._digest(split)
         return self._fingerprints[split]
+
+    def check_unchanged(self, split: str) -> None:
+        """Raise a RunError if the text is no longer that of the fingerprint: what was read belongs under another."""
+        if self._digest(split) != self.fingerprint(split):
+            raise RunError(f"text must not change while it is read, but {split} of {self.name} did: start again")
+
+    def _digest(self, split: str) -> str:
+        digest = hashlib.sha256()
+        if self.folder is None:
+            digest.update(repr((HUB[self.name], split)).encode())
+        else:
+            for path in self.files(split):
+                with open(path, "rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+            if self.is_divided_here:
+                digest.update(repr((SHARES[split], CUT_WITHIN)).encode())
+        return digest.hexdigest()
 
     def megabytes(self, split: str) -> int:
         """How much text there is, about, to show progress."""
@@ -190,6 +203,10 @@ class Source:
             return exact + (following.find("\n") + 1 or following.find(" ") + 1)
 
         return {split: (moved(first), moved(last)) for split, (first, last) in SHARES.items()}
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _texts(paths: list[Path]) -> Iterator[str]:

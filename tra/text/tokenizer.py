@@ -6,7 +6,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tra.errors import RunError
-from tra.files import locked, write_text
+from tra.files import locked, opened, write_text
+from tra.progress import say
 from tra.text.source import Source, local
 
 PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
@@ -79,18 +80,25 @@ def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
     path = cache / f"{name}-{key}.json"
     cache.mkdir(parents=True, exist_ok=True)
     with locked(path):
-        if not path.exists():
-            tokenizer = _byte_level(models.BPE())
-            trainer = trainers.BpeTrainer(
-                vocab_size=int(size),
-                special_tokens=[END],
-                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                show_progress=False,
-            )
-            with source.shown("train", name) as pieces:
-                tokenizer.train_from_iterator(pieces, trainer)
-            write_text(path, tokenizer.to_str())
-    return Tokenizer.from_file(str(path))
+        if path.exists():
+            with opened(path) as file:
+                stored = file.read()
+            try:
+                return Tokenizer.from_buffer(stored)
+            except Exception as error:  # the library raises nothing more special
+                say(f"{path} is made again: it is no intact tokenizer ({error})")
+        tokenizer = _byte_level(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=int(size),
+            special_tokens=[END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        with source.shown("train", name) as pieces:
+            tokenizer.train_from_iterator(pieces, trainer)
+        source.check_unchanged("train")
+        write_text(path, tokenizer.to_str())
+        return Tokenizer.from_file(str(path))
 
 
 def _byte_level(model: models.BPE) -> Tokenizer:

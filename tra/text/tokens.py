@@ -1,14 +1,14 @@
 """Tokens of a text, written once to a memory-mapped file that is named by all it depends on."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 from tokenizers import Tokenizer
 
-from tra.files import locked, write_json, written_aside
+from tra.files import locked, read_json, write_json, written_aside
+from tra.progress import say
 from tra.text.source import Source
 from tra.text.tokenizer import size_of
 
@@ -42,14 +42,32 @@ def prepare(source: Source, split: str, tokenizer: Tokenizer, cache: Path) -> To
     path = cache / f"{split}-{key}.tokens"
     facts = path.with_suffix(".json")
     cache.mkdir(parents=True, exist_ok=True)
-    with locked(path):
-        if not (facts.exists() and path.exists()):
-            write_json(facts, _write(source, split, tokenizer, path))
-    return Tokens(path=path, **json.loads(facts.read_text()))
-
-
-def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path) -> dict[str, object]:
     dtype = "uint16" if size_of(tokenizer) <= 1 << 16 else "uint32"
+    with locked(path):
+        if facts.exists() and path.exists():
+            try:
+                return _stored(path, facts, dtype)
+            except ValueError as error:
+                say(f"{path} is made again: {error}")
+        write_json(facts, _write(source, split, tokenizer, path, dtype))
+        return _stored(path, facts, dtype)
+
+
+def _stored(path: Path, facts: Path, dtype: str) -> Tokens:
+    """A ValueError if one of the two files is damaged."""
+    content = read_json(facts)
+    wanted = {"count": int, "words": int, "bytes": int, "dtype": str}
+    if not isinstance(content, dict) or {name: type(value) for name, value in content.items()} != wanted:
+        raise ValueError(f"{facts.name} must hold {', '.join(wanted)}")
+    if content["dtype"] != dtype:
+        raise ValueError(f"{facts.name} says {content['dtype']!r}, but the tokenizer needs {dtype}")
+    size = content["count"] * numpy.dtype(dtype).itemsize
+    if path.stat().st_size != size or size == 0:
+        raise ValueError(f"it has {path.stat().st_size:,} bytes, but {facts.name} says {size:,}")
+    return Tokens(path=path, **content)
+
+
+def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path, dtype: str) -> dict[str, object]:
     count = words = size = 0
     with written_aside(path) as aside:
         with open(aside, "wb") as file, source.shown(split, "tokens") as pieces:
@@ -61,4 +79,5 @@ def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path) -> dict
                 size += len(piece.encode())
         if count == 0:
             raise ValueError(f"text must not be empty, but the {split} split of {source.name} is")
+        source.check_unchanged(split)
     return {"count": count, "words": words, "bytes": size, "dtype": dtype}
