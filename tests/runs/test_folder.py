@@ -111,7 +111,7 @@ def test_a_run_is_finished_when_its_recipe_was_measured_after_its_last_step(
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", "{}", '{"step": 2, "task_version": 1, "environment": {}, "results": [3]}']
+    "content", ["{", "[]", "{}", "[" * 100_000, '{"step": 2, "task_version": 1, "environment": {}, "results": [3]}']
 )
 def test_results_that_cannot_be_read_are_none(finished: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "recipe.json").write_text(MEASURED.to_json())
@@ -143,6 +143,33 @@ def test_lines_after_the_step_that_a_run_goes_on_from_are_taken_out(tmp_path: Pa
     with run.logs(4, active=False) as (metrics, _):
         metrics.write({"step": 5})
     assert run.steps_done() == 4
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\0\0\0\n", b"{}\n", b"3\n", b'{"step": "2"}\n', b"\xff\n", b"[" * 100_000 + b"\n"]
+)
+def test_a_damaged_line_of_a_log_is_named_unless_it_will_be_written_again(tmp_path: Path, damage: bytes) -> None:
+    run, log = Run(tmp_path), tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step}}}\n'.encode() for step in (2, 4, 6)]
+    log.write_bytes(lines[0] + damage + lines[2])
+    assert run.steps_done() == 0
+    for use in (run.metrics, run.logs(4).__enter__):
+        with pytest.raises(RunError, match=f"line 2 of {log} is damaged: mend it, or take it out"):
+            use()
+    assert log.read_bytes() == lines[0] + damage + lines[2]
+    log.write_bytes(lines[0] + lines[1] + damage + lines[2])
+    with run.logs(4):
+        pass
+    assert log.read_bytes() == lines[0] + lines[1]
+
+
+@pytest.mark.parametrize("content", ["{", "3", "[" * 100_000])
+def test_a_damaged_environment_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "recipe.json").write_text(TINY.to_json())
+    (tmp_path / "environment.json").write_text(content)
+    with pytest.raises(RunError, match=rf"{tmp_path}/environment\.json is damaged \(.*\): move it away to go on"):
+        load_run(tmp_path).record_environment(0)
+    assert (tmp_path / "environment.json").read_text() == content
 
 
 def test_a_failure_is_kept_until_the_run_goes_well(tmp_path: Path) -> None:

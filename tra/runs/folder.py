@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from tra import plugins
 from tra.environment import best_device, environment, environment_of_run
 from tra.errors import RunError
-from tra.files import read_json, remove_partial, write_json, write_text
+from tra.files import opened, read_json, remove_partial, write_json, write_text
 from tra.model import Decoder
 from tra.recipes import Recipe
 from tra.runs.checkpoint import Checkpoints, fitting
@@ -181,7 +181,10 @@ class Run:
     def record_environment(self, step: int) -> None:
         """Add to `environment.json`, which has an entry for each time that the run began or went on."""
         path = self.folder / ENVIRONMENT
-        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        try:
+            earlier = list(read_json(path)) if path.exists() else []
+        except (TypeError, ValueError) as error:
+            raise RunError(f"{path} is damaged ({error}): move it away to go on") from error
         needed = plugins.versions(self.recipe.plugins)
         write_json(path, [*earlier, {"from_step": step, **environment_of_run(needed)}])
 
@@ -197,14 +200,14 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """What was logged: a dict for each line, with the step, loss, norm of the gradient and learning rate."""
-        return [json.loads(line) for line in _whole_lines(self.folder / METRICS)]
+        return [entry for _, entry in _entries(self.folder / METRICS)]
 
     def steps_done(self) -> int:
         """Steps that have been logged so far."""
         try:
             last = self.metrics()[-1:]
-            return int(last[0]["step"]) if last else 0
-        except (OSError, ValueError, KeyError, TypeError):
+            return last[0]["step"] if last else 0
+        except (OSError, RunError):
             return 0
 
     def store_results(self, step: int, task: Task, results: Sequence[Result]) -> None:
@@ -223,10 +226,10 @@ class Run:
     def measured(self) -> Measured | None:
         """What was measured last; None if nothing was, or cannot be read."""
         try:
-            stored = json.loads((self.folder / RESULTS).read_text(encoding="utf-8"))
+            stored = read_json(self.folder / RESULTS)
             results = [self.task.measure.from_dict(entry) for entry in stored["results"]]
             return Measured(stored["step"], stored["task_version"], stored["environment"], results)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, AttributeError, KeyError, TypeError, ValueError):
             return None
 
     def finished(self, recipe: Recipe) -> list[Result] | None:
@@ -271,8 +274,13 @@ class Log:
     def __init__(self, path: Path, first: int, active: bool, describe_last: Any) -> None:
         self.path, self.active, self.describe_last = path, active, describe_last
         if active:
-            kept = "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= first)
-            if not path.exists() or path.read_text(encoding="utf-8") != kept:
+            kept = ""
+            # A damaged line after the step is of no matter: it will be written again, too.
+            for line, entry in _entries(path) if first > 0 else ():
+                kept += line if entry["step"] <= first else ""
+                if entry["step"] >= first:
+                    break
+            if not path.exists() or path.read_bytes() != kept.encode():
                 write_text(path, kept)
             # Unbuffered: after a failed write nothing is left that closing would try to write again.
             self.file = open(path, "ab", buffering=0)
@@ -297,8 +305,19 @@ class Log:
             self.file.close()
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each whole line of a log, and what it says. A RunError names one that is damaged."""
     if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n")]
+        return
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = json.loads(line.decode())
+                damaged = type(entry["step"]) is not int
+            except (KeyError, RecursionError, TypeError, ValueError):
+                damaged = True
+            if damaged:
+                raise RunError(f"line {number} of {path} is damaged: mend it, or take it out")
+            yield line.decode(), entry
