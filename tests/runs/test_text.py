@@ -90,6 +90,10 @@ def test_a_task_is_built_once_and_each_split_hashed_once(
     run = train(replace(recipe, steps=2), tmp_path / "run")
     assert len(run.results) == 2
     assert built == ["text", "text"]  # once to check the recipe that is made here, once to train
+    # Once to name the tokenizer and the tokens, and once more after each of them was made: the text must be the same.
+    assert sorted(hashed) == ["train.txt"] * 3 + ["valid.txt"] * 2
+    hashed.clear()
+    train(replace(recipe, steps=2), tmp_path / "again")
     assert sorted(hashed) == ["train.txt", "valid.txt"]
 
 
