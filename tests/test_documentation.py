@@ -26,7 +26,9 @@ EXAMPLES = [(page, code) for page in PAGES for code in blocks(page, "python")]
 
 @pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{page.name}-{i}" for i, (page, _) in enumerate(EXAMPLES)])
 def test_python_example_runs(page: Path, code: str, tmp_path: Path) -> None:
-    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    process = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
 
 

@@ -82,6 +82,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     monkeypatch.syspath_prepend(str(site))
 
     def write_module(name: str, content: str = MODULE, installed: bool = False, entry: str = "") -> Path:
+        monkeypatch.delitem(sys.modules, name, raising=False)  # another test's
         file = site / f"{name}.py"
         file.write_text(content)
         if installed:
@@ -376,6 +377,18 @@ def test_an_experiment_file_is_a_plug_in(write: Write) -> None:
     assert isinstance(found, Experiment)
     assert [row.label for row in found.chosen_rows([])] == ["doubled", "nope"]
     assert build_recipe("short").plugins == ["mine.py"]
+
+
+def test_a_file_may_import_its_neighbour_from_anywhere(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    neighbour = write("neighbour")
+    main = neighbour.with_name("compared.py")
+    main.write_text("from neighbour import MECHANISMS, TASKS, RECIPES, experiment")
+    monkeypatch.chdir("/")
+    found = load_experiment(str(main))
+    assert isinstance(found, Experiment)
+    assert str(main.parent) in plugins.folders()
+    sys.modules.pop("neighbour")
 
 
 def test_a_recipe_that_cannot_be_made_does_not_hide_the_others(write: Write, capsys: Captured) -> None:

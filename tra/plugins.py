@@ -31,6 +31,7 @@ Value = TypeVar("Value")
 
 _loaded: dict[str, ModuleType] = {}
 _paths: dict[str, str] = {}
+_folders: list[str] = []
 _versions: dict[str, str] = {}
 _installed_done = False
 
@@ -52,6 +53,19 @@ def load(name: str) -> ModuleType:
     elif _paths.get(path.name) != str(path):
         raise ValueError(f"plugin {name} must have a name of its own: {_paths[path.name]} is loaded already")
     return _loaded[path.name]
+
+
+def add_folder(folder: str) -> None:
+    """Let plug-ins import what lies in a folder, after everything else that can be imported."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+    if folder not in _folders:
+        _folders.append(folder)
+
+
+def folders() -> tuple[str, ...]:
+    """Where plug-ins were found: what `add_folder` must be given in a process that is to have the same."""
+    return tuple(_folders)
 
 
 def load_installed() -> None:
@@ -149,6 +163,7 @@ def _import_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # as an import does: dataclasses look themselves up there
+    add_folder(str(path.parent))  # as for a script
     try:
         spec.loader.exec_module(module)
     except Exception as error:

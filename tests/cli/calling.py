@@ -52,6 +52,7 @@ def without_plugins() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_loaded", "_paths", "_versions"):
             patch.setattr(plugins, name, {})
+        patch.setattr(plugins, "_folders", [])
         patch.setattr(plugins, "_installed_done", False)
         patch.setattr(sys, "path", list(sys.path))
         yield

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -138,6 +139,20 @@ def test_a_job_loads_the_plugins_it_needs(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(plugins, name, {})
     with pytest.raises(RunError, match=r"the plug-in own_file\.py is needed and not loaded"):
         Recipe.from_json(job.recipe)
+    job()
+    assert (tmp_path / "run" / "results.json").exists()
+
+
+def test_a_job_finds_modules_where_its_command_found_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    shutil.copy(SOURCE, tmp_path / "own_module.py")
+    plugins.add_folder(str(tmp_path))
+    module = plugins.load("own_module")
+    job = Job(Cell("rare", "recent", module.rare("recent"), tmp_path / "run"), plugins.loaded())
+    for name in ("_loaded", "_paths"):
+        monkeypatch.setattr(plugins, name, {})
+    sys.path.remove(str(tmp_path))
+    del sys.modules["own_module"]
     job()
     assert (tmp_path / "run" / "results.json").exists()
 

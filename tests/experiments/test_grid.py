@@ -5,6 +5,9 @@ import itertools
 import json
 import re
 import signal
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -286,3 +289,56 @@ def test_a_failure_of_an_unexpected_kind_is_named(tmp_path: Path, monkeypatch: p
     one = cell(tmp_path)
     run_cell(one)
     assert one.run.failure() == "KeyError: 'missing'"
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+with open("began", "a") as file:
+    file.write("x")
+
+from tra.experiments import Experiment, reproduce
+from tra.recipes import build_recipe
+
+
+def quick(attention="tra"):
+    changes = {"steps": 2, "length": 16, "evaluations": (), "model.width": 16}
+    return build_recipe("flip-flop-narrow", attention).changed(changes)
+
+
+experiment = Experiment({"small": {"flip_flop": quick}}, ("tra",))
+try:
+    reproduce(experiment, "out")
+except Exception as error:
+    print(error)
+print((Path("out") / "runs/flip_flop/tra/0/metrics.jsonl").read_text().count("step"))
+"""
+
+
+def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["1"], done.stdout + done.stderr
+    assert (tmp_path / "began").read_text() == "x"
+
+
+def small_cell(folder: Path) -> Cell:
+    return Cell("flip_flop", "tra", flip_flop(), folder)
+
+
+def test_a_grid_may_run_in_a_thread(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run_all([], 1)
+            run_all([small_cell(tmp_path / "run")], 1)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failures == []
+    assert small_cell(tmp_path / "run").results() is not None

@@ -196,21 +196,31 @@ def test_tuned_settings_are_those_of_the_reported_runs_and_the_evidence_is_store
     assert files_below(tmp_path / "tuning") | files_below(tmp_path / "runs") == before
 
 
-def test_tuning_that_fails_stops_with_the_reason_before_anything_is_reported(
+def test_a_row_whose_tuning_fails_is_not_reported_and_stops_no_other(
     tmp_path: Path, run_here: list[list[Cell]]
 ) -> None:
     stranger = tmp_path / "tuning" / "flip_flop" / "tra" / "learning_rate=0.02" / "1000"
     stranger.mkdir(parents=True)
     (stranger / "recipe.json").write_text(flip_flop().to_json())
-    experiment = of_flip_flop(rows=("tra",), tuning=RATES)
-    with pytest.raises(RunError, match=f"tuning in {tmp_path} is not finished: folder {stranger} holds a run"):
-        experiment.perform(Request(tmp_path, "smoke"))
-    assert len(run_here) == 1
+    alone = of_flip_flop(rows=("tra",), tuning=RATES)
+    with pytest.raises(RunError, match=f"no run in {tmp_path} is finished: folder {stranger} holds a run"):
+        alone.perform(Request(tmp_path, "smoke"))
     assert not (tmp_path / "runs").exists()
+    both = of_flip_flop(rows=("tra", "rope"), tuning=RATES)
+    outcome = both.perform(Request(tmp_path, "smoke"))
+    assert {cell.row for cell in outcome.cells} == {"rope"}
+    assert list(outcome.failures) == ["flip_flop tra learning_rate=0.02 seed 1000 (tuning)"]
     (stranger / "recipe.json").unlink()
-    outcome = experiment.perform(Request(tmp_path, "smoke"))
-    assert [len(cells) for cells in run_here] == [2, 1, 1], "what was tried before is not tried again"
+    outcome = both.perform(Request(tmp_path, "smoke"))
+    assert {cell.row for cell in outcome.cells} == {"tra", "rope"}
     assert outcome.failures == {}
+    assert len(run_here[-2]) == 1, "what was tried before is not tried again"
+
+
+def test_a_row_of_which_every_choice_diverges_is_a_failure(tmp_path: Path, run_here: list[list[Cell]]) -> None:
+    experiment = of_flip_flop(rows=("tra",), tuning=Tuning({"learning_rate": (1e29, 1e30)}))
+    with pytest.raises(RunError, match="is finished: every choice diverged"):
+        experiment.perform(Request(tmp_path, "smoke"))
 
 
 def test_where_tuning_never_ran_what_is_stored_counts_as_not_tuned(tmp_path: Path, run_here: list[list[Cell]]) -> None:

@@ -27,6 +27,9 @@ def run_benchmarks(folder: Path, seconds: float, only: str = "") -> dict[str, An
     """
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds!r}")
+    names = list(dict.fromkeys(case.what for case in cases()))
+    if not any(only in name for name in names):
+        raise ValueError(f"only must be part of the name of a row, got {only!r}; rows: {'; '.join(names)}")
     check_kernel()
     folder.mkdir(parents=True, exist_ok=True)
     rows = measured_rows(seconds, only)

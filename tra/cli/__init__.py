@@ -59,8 +59,8 @@ def load_plugins(names: list[str]) -> None:
     """Load what --plugin names; a module may lie in the current folder."""
     from tra import plugins
 
-    if names and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    if names:
+        plugins.add_folder(str(Path.cwd()))
     for name in names:
         try:
             plugins.load(name)

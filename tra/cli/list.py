@@ -74,8 +74,9 @@ def _first_line(thing: object) -> str:
 
 
 def _about(make: Callable[..., Any]) -> str:
-    """A task's module says what it looks like, one class of several in a file."""
-    return _first_line(make if not isinstance(make, type) else sys.modules[make.__module__])
+    """What a task is, as its module says, and which of several it is, as its class says."""
+    module = _first_line(sys.modules[make.__module__]) if isinstance(make, type) else ""
+    return " ".join(part for part in (module, _first_line(make)) if part)
 
 
 def _options(options: Mapping[str, Option]) -> str:

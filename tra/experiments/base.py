@@ -218,6 +218,8 @@ class Experiment:
     records_file: str = "table.csv"
 
     def __post_init__(self) -> None:
+        if isinstance(self.rows, str):
+            raise ValueError(f"rows must be a list of names or Rows, got {self.rows!r}")
         rows = [as_row(row) for row in self.rows]
         if not rows or not self.scales or not all(self.scales.values()):
             raise ValueError("an experiment must have at least one row, one scale and one column in each")
@@ -292,6 +294,10 @@ class Experiment:
         ]
         return first + others
 
+    def tunes(self, row: str) -> bool:
+        """Whether the settings of a row are chosen first."""
+        return self.tuning is not None and (self.tuning.rows is None or row in self.tuning.rows)
+
     def tuning_cells(self, folder: Path, scale: str, rows: Sequence[Row]) -> list[Cell]:
         """The runs from which settings are chosen."""
         tuning = self.tuning
@@ -311,7 +317,7 @@ class Experiment:
             for seed in tuning.seeds
             for column, recipe_of in columns.items()
             for row in rows
-            if tuning.rows is None or row.label in tuning.rows
+            if self.tunes(row.label)
             for choice in tuning.choices()
         ]
 

@@ -1,6 +1,7 @@
 """Many runs on a cluster, through submitit: each is a job, and one that is preempted goes on from its checkpoint."""
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,9 +29,11 @@ class Job:
 
     def __init__(self, cell: Cell, needed: Sequence[str]) -> None:
         self.column, self.row, self.folder = cell.column, cell.row, str(cell.folder.absolute())
-        self.recipe, self.needed = cell.recipe.to_json(), tuple(needed)
+        self.recipe, self.needed, self.folders = cell.recipe.to_json(), tuple(needed), plugins.folders()
 
     def __call__(self) -> None:
+        for folder in self.folders:
+            plugins.add_folder(folder)
         for name in self.needed:
             plugins.load(name)
         run_cell(Cell(self.column, self.row, Recipe.from_json(self.recipe), Path(self.folder)))
@@ -79,7 +82,7 @@ def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, An
                     if job.done():
                         running.remove(cell)
                         failed = job.exception()
-                        how = "the job ended without a result" if failed is None else _last_line(failed)
+                        how = "the job ended without a result" if failed is None else _what_was_raised(failed)
                         report(cell, time.monotonic() - began, f"{how}; see {folder}")
                 update(sum(cell.run.steps_done() for cell in waiting), running=len(running))
                 if running:
@@ -125,5 +128,8 @@ def _still_there(executor: Any, folder: Path) -> dict[str, Any]:
     return {run: job for run, job in found.items() if str(job.state).upper().startswith(ALIVE)}
 
 
-def _last_line(error: Any) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+def _what_was_raised(error: Any) -> str:
+    """The last line of a traceback in what submitit says of a job, or its first line where there is none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    raised = [line for line in lines if re.match(r"(?i)[\w.]*(error|exception|interrupt)\b", line)]
+    return (raised or lines[:1])[-1]

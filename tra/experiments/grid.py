@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,7 +68,9 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
     steps = {cell.folder: cell.run.steps_done() for cell in waiting}
     running: dict[int, tuple[BaseProcess, Cell, float]] = {}
     started: list[BaseProcess] = []
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's wish is like Ctrl-C
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's wish is like Ctrl-C
     try:
         with progress(f"{len(waiting)} runs", total, "step", sum(steps.values())) as update:
             while waiting or running:
@@ -76,7 +80,8 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
                         cell.run.record_failure(None)
                         process = context.Process(target=_work, args=(cell, threads, slot, plugins.loaded()))
                         started.append(process)
-                        process.start()
+                        with _without_main():
+                            process.start()
                         running[slot] = process, cell, time.monotonic()
                 wait([process.sentinel for process, _, _ in running.values()], timeout=SECONDS_BETWEEN_LOOKS)
                 for slot, (process, cell, since) in list(running.items()):
@@ -92,7 +97,8 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
         raise Interrupted(f"stopped with {done} of {len(cells)} runs finished; the others go on from here") from None
     finally:
         _stop(started)
-        signal.signal(signal.SIGTERM, before)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
 
 
 def report(cell: Cell, seconds: float, how_it_ended: str) -> None:
@@ -127,6 +133,17 @@ def safe_path() -> Iterator[None]:
         del os.environ["PYTHONSAFEPATH"]
         if before is not None:
             os.environ["PYTHONSAFEPATH"] = before
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A process that is started would run the caller's script again, of which the work here needs nothing."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _stop(processes: Sequence[BaseProcess]) -> None:

@@ -1,6 +1,7 @@
 """From an experiment to its tables and figures: run what is missing, then make them from what is stored."""
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +15,7 @@ from tra.errors import RunError
 from tra.experiments.base import Cell, Experiment, Outcome, outcome_of
 from tra.experiments.cluster import CLUSTERS, run_on_cluster
 from tra.experiments.grid import run_all
-from tra.experiments.tuning import chosen_settings, tuning_evidence, tuning_losses, tuning_table
+from tra.experiments.tuning import Losses, chosen_settings, tuning_evidence, tuning_losses, tuning_table
 from tra.files import write_json, write_text
 from tra.lookup import lookup
 from tra.progress import say
@@ -83,22 +84,24 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
     tries, cells = wanted_runs(experiment, request)
     request.folder.mkdir(parents=True, exist_ok=True)
     missing = _missing(tries, request)
-    tuned = _finished(tries)
-    diverged = [cell for cell in tries if cell not in tuned and cell.run.diverged]
-    chosen: dict[tuple[str, str], dict[str, Any]] = {}
-    losses = tuning_losses(tuned, diverged)
-    if tries:
-        left = len(tries) - len(tuned) - len(diverged)
-        if left and request.train:
-            _raise_unless_shared(request, [cell for cell in tries if cell not in diverged])
-            say(f"{left} of {len(tries)} runs of tuning are left to other machines")
-            return Outcome([], [], {}, request.folder, tuning_table(losses).markdown() if losses else "")
-        chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), tries, losses)
-        cells = [cell.tuned_to(chosen.get((cell.column, cell.row))) for cell in cells]
+    losses, spoilt, left = _tuning_so_far(tries)
+    if left and request.train:
+        if request.shard[1] == 1:
+            raise RunError(f"tuning in {request.folder} is not finished")
+        say(f"{left} of {len(tries)} runs of tuning are left to other machines")
+        return Outcome([], [], spoilt, request.folder, tuning_table(losses).markdown() if losses else "")
+    chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), tries, losses)
+    # A row whose tuning failed is reported so, and stops no other.
+    undecided = {cell for cell in cells if experiment.tunes(cell.row) and (cell.column, cell.row) not in chosen}
+    cells = [
+        cell.tuned_to(chosen.get((cell.column, cell.row)))
+        for cell in cells
+        if cell not in undecided or not request.train
+    ]
     missing += _missing(cells, request)
     with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         finished = _finished(cells)
-        failures = _failures(cells)
+        failures = {**spoilt, **_failures(cells)}
         if not finished:
             reason = next(iter(failures.values()), "")
             raise RunError(f"no run in {request.folder} is finished" + (f": {reason}" if reason else ""))
@@ -141,6 +144,22 @@ def _finished(cells: Sequence[Cell]) -> dict[Cell, list[Result]]:
     return {cell: results for cell in cells if (results := cell.results()) is not None}
 
 
+def _tuning_so_far(tries: Sequence[Cell]) -> tuple[Losses, dict[str, str], int]:
+    """The losses of rows whose tuning is complete, why that of others failed, and how many runs are left."""
+    finished = _finished(tries)
+    diverged = [cell for cell in tries if cell not in finished and cell.run.diverged]
+    unfinished = [cell for cell in tries if cell not in finished and cell not in diverged]
+    losses = tuning_losses(finished, diverged)
+    failures = {f"{label} (tuning)": reason for label, reason in _failures(unfinished).items()}
+    left = len(unfinished) - len(failures)
+    for cell in unfinished:
+        losses.pop((cell.column, cell.row), None)
+    for (column, row), choices in losses.items():
+        if not any(map(math.isfinite, choices.values())):
+            failures[f"{column} {row} (tuning)"] = "every choice diverged"
+    return losses, failures, left
+
+
 def _failures(cells: Sequence[Cell]) -> dict[str, str]:
     return {
         cell.label: reason for cell in cells if cell.results() is None and (reason := cell.run.failure()) is not None
@@ -153,13 +172,6 @@ def _first_recipes(cells: Sequence[Cell]) -> dict[str, Recipe]:
     for cell in cells:
         found.setdefault(cell.column, cell.recipe)
     return found
-
-
-def _raise_unless_shared(request: Request, tries: Sequence[Cell]) -> None:
-    """Tuning that this machine could not finish stops here, with the reason, unless others have a part in it."""
-    reason = next(iter(_failures(tries).values()), "")
-    if request.shard[1] == 1 or reason:
-        raise RunError(f"tuning in {request.folder} is not finished" + (f": {reason}" if reason else ""))
 
 
 def _show(experiment: Experiment, outcome: Outcome, losses: Any, request: Request) -> str:

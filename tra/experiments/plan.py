@@ -1,6 +1,5 @@
 """What an experiment would take: its runs, parameters and tokens, and the time, estimated from a few measured steps."""
 
-import statistics
 import time
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import torch
 
 from tra.environment import best_device
 from tra.experiments.base import Cell, Experiment
-from tra.experiments.perform import Request, wanted_runs
+from tra.experiments.perform import Request, part_of, wanted_runs
 from tra.model import Decoder, DecoderConfig
 from tra.progress import progress
 from tra.recipes import Recipe
@@ -16,17 +15,17 @@ from tra.report.tables import Table
 from tra.runs.training import summed_loss
 from tra.tasks import Batch
 
-TOKENS = 2048
+TOKENS = 1024
 """Of a measured step, about: the time of larger ones is taken to be in proportion."""
-STEPS = 3
+STEPS = 2
 FORWARD_SHARE = 1 / 3
 """Of a training step's time per token, what measuring takes."""
 
 
 def plan(experiment: Experiment, request: Request) -> Table:
     """A row for each column and mechanism: number of runs, parameters, tokens, and hours on this machine."""
-    tries, reported = wanted_runs(experiment, request)
-    cells = [*tries, *reported]
+    wanted = [part_of(cells, *request.shard) for cells in wanted_runs(experiment, request)]
+    cells = [cell for part in wanted for cell in part if cell.results() is None]
     groups: dict[tuple[str, str, bool], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.column, cell.row, bool(cell.choice)), []).append(cell)
@@ -45,16 +44,17 @@ def plan(experiment: Experiment, request: Request) -> Table:
                     f"{parameters(recipe.model):,}",
                     f"{training_tokens(recipe):,}",
                     f"{evaluation_tokens(recipe):,}",
-                    f"{hours:.2f}",
+                    f"{hours:.2g}",
                 ]
             )
             update(done)
-    body.append(["all", "", str(len(cells)), "", "", "", f"{total:.2f}"])
+    body.append(["all", "", str(len(cells)), "", "", "", f"{total:.2g}"])
     headings = ("column", "attention", "runs", "parameters", "tokens trained", "tokens measured", "hours, estimated")
     device = best_device()
     note = (
-        f"Tokens are of one run, hours of all in the line, one after another on this machine ({device}), "
-        f"estimated from {STEPS} measured steps of about {TOKENS:,} tokens; other machines take other times."
+        f"Runs that are not finished yet. Tokens are of one run, hours of all in the line, one after another on this "
+        f"machine ({device}): a rough estimate from the best of {STEPS} steps of about {TOKENS:,} tokens. Measuring is "
+        "taken to cost a third of training, and texts that are measured whole are not counted."
     )
     return Table(headings, body, f"Runs at the scale {request.scale}", note, words=2)
 
@@ -102,7 +102,7 @@ def tokens_per_second(recipe: Recipe, tokens: int) -> float:
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             times.append(time.perf_counter() - began)
-    return rows * tokens / statistics.median(times[1:])  # the first allocates
+    return rows * tokens / min(times[1:])  # the first allocates
 
 
 __all__ = ["plan"]

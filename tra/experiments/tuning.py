@@ -40,9 +40,10 @@ def chosen_settings(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """The settings that every column and row is reported with."""
     tuning = experiment.tuning
-    assert tuning is not None
+    if tuning is None:
+        return {}
     by_label = {cell.choice_label: dict(cell.choice) for cell in cells}
-    best = {key: by_label[label] for key, label in best_choices(losses).items()}
+    best = {key: by_label[label] for key, label in best_choices(losses).items() if math.isfinite(losses[key][label])}
     if tuning.column is None:
         return best
     return {(column, row): settings for (_, row), settings in best.items() for column in columns}

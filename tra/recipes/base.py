@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -64,10 +64,12 @@ class Recipe:
     def __post_init__(self) -> None:
         task = self.build_task()
         object.__setattr__(self, "task_options", dict(self.task_options))
-        for name, annotation in (*((name, int) for name in (*COUNTS, "seed")), ("examples", int | None)):
-            wrong = mismatch(getattr(self, name), annotation)
+        for name, annotation in get_type_hints(Recipe).items():
+            wrong = mismatch(getattr(self, name), annotation) if name != "evaluations" else None
             if wrong is not None:
                 raise ValueError(f"{name} must be {wrong}")
+        if not all(isinstance(entry, Evaluation) for entry in self.evaluations):
+            raise ValueError(f"evaluations must each be an Evaluation, got {self.evaluations!r}")
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -79,6 +81,8 @@ class Recipe:
             raise ValueError(f"beta2 must be in [0, 1), got {self.beta2!r}")
         if not 0.0 < self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate!r}")
+        if not self.weight_decay >= 0.0:
+            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay!r}")
         if not self.clip > 0.0:
             raise ValueError(f"clip must be positive, got {self.clip!r}")
         if self.data == "fixed" and (self.examples is None or self.examples < self.batch):

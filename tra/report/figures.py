@@ -4,6 +4,7 @@ Colours, fonts and sizes follow matplotlib's own settings, so that a style sheet
 """
 
 import io
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,8 @@ from tra.report.records import Record, grouped
 NULL_COLOUR = "white"
 SMALLEST_SHOWN = 1e-4
 """Weights below this share the darkest colour; only weights of exactly 0 are white."""
+LONG_LABEL = 24
+"""Characters of a mechanism's label from which on the legend stands below the panels."""
 FORMATS = ("png", "svg", "pdf")
 
 Points = Sequence[tuple[int, float]]
@@ -133,7 +136,14 @@ def _colours(number: int) -> list[Any]:
 
 
 def _with_legend(figure: Figure, panel: Axes, title: str) -> Figure:
-    figure.legend(*panel.get_legend_handles_labels(), frameon=False, loc="outside right center", fontsize="small")
+    handles, labels = panel.get_legend_handles_labels()
+    longest = max(map(len, labels))
+    if longest <= LONG_LABEL:
+        figure.legend(handles, labels, frameon=False, loc="outside right center", fontsize="small")
+    else:  # beside the panels there would be no room left for them
+        columns = max(1, int(figure.get_figwidth() * 12 / (longest + 6)))
+        figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(labels) / columns))
+        figure.legend(handles, labels, frameon=False, loc="outside lower center", fontsize="small", ncols=columns)
     if title:
         figure.suptitle(title, fontsize="medium")
     return figure

@@ -41,6 +41,8 @@ def evaluate(
         data: in place of the task's own sets, the copy that its authors published: "hub", or a folder that holds it.
     """
     run = run if isinstance(run, Run) else Run(run)
+    sets = (sets,) if isinstance(sets, str) else sets
+    lengths = (lengths,) if isinstance(lengths, int) else lengths
     recipe, task = run.recipe, run.task
     if data is not None:
         names = sets or tuple(dict.fromkeys(entry.name for entry in recipe.evaluations))

@@ -37,9 +37,9 @@ LOCK = ".lock"
 
 MAY_CHANGE = {
     *("name", "plugins", "steps", "log_every", "checkpoint_every", "keep_checkpoints", "evaluations"),
-    *("accumulate", "precision", "gradient_checkpointing"),
+    *("accumulate", "precision", "gradient_checkpointing", "data", "task_options", "text", "alphabet"),
 }
-"""What can be another in a stored recipe while its checkpoints are still this run's."""
+"""What can be another in a stored recipe while its checkpoints are still this run's: a text may have moved, say."""
 
 
 @dataclass(frozen=True)

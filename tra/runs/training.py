@@ -190,7 +190,9 @@ class _Trainer:
         if found is None:
             return 0
         checkpoint.restore(found, self.model, self.optimizer.optimizer)
-        say(f"going on from {found.path}")
+        say(
+            f"going on from {found.path}" if found.step < self.recipe.steps else f"{self.run.folder} is trained already"
+        )
         self.saved = found.step
         return found.step
 
