@@ -79,7 +79,10 @@ def test_the_example_is_installed_trained_measured_compared_and_exported(fresh: 
 
     listed = json.loads(fresh.tra("list", "--json"))
     assert "Options: qk_norm=True, window=16." in listed["attention"]["sliding-window"]
-    assert listed["tasks"]["digit_sum"] == "Add up digits, modulo ten. Options: largest=9."
+    assert listed["tasks"]["digit_sum"] == (
+        "Add up digits, modulo ten. The sum of a string of digits, each below ``largest + 1``, modulo ten. "
+        "Options: largest=9."
+    )
     assert "digit-sum-small" in listed["recipes"]
     assert listed["plugins"] == {"own_mechanism": "own-mechanism 1.0: sliding-window, digit_sum, digit-sum-small"}
 

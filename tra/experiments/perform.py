@@ -145,14 +145,14 @@ def _finished(cells: Sequence[Cell]) -> dict[Cell, list[Result]]:
 
 
 def _tuning_so_far(tries: Sequence[Cell]) -> tuple[Losses, dict[str, str], int]:
-    """The losses of rows whose tuning is complete, why that of others failed, and how many runs are left."""
+    """The losses, without those of rows whose tuning failed once no runs are left; why they did; how many are left."""
     finished = _finished(tries)
     diverged = [cell for cell in tries if cell not in finished and cell.run.diverged]
     unfinished = [cell for cell in tries if cell not in finished and cell not in diverged]
     losses = tuning_losses(finished, diverged)
     failures = {f"{label} (tuning)": reason for label, reason in _failures(unfinished).items()}
     left = len(unfinished) - len(failures)
-    for cell in unfinished:
+    for cell in unfinished if not left else ():
         losses.pop((cell.column, cell.row), None)
     for (column, row), choices in losses.items():
         if not any(map(math.isfinite, choices.values())):
