@@ -86,7 +86,8 @@ def test_values_that_are_needed_first_are_found() -> None:
 
 def test_the_names_of_options_are_those_that_are_understood() -> None:
     for name in option_names(Some):
-        parse(Some, [name, *{"--options": ["a=1"], "--json": [], "--no-json": []}.get(name, ["3"])], "some")
+        given = {"--options": ["a=1"], "--json": [], "--no-json": []}.get(name, ["3"])
+        assert isinstance(parse(Some, [name, *given], "some"), Some)
 
 
 @pytest.mark.parametrize(

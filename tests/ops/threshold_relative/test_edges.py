@@ -212,4 +212,5 @@ def test_the_bound_of_normalised_queries_and_keys_survives_their_rounding(impl: 
         norms = vectors.double().norm(dim=-1)[0, 0]
         longest = vectors[:, :, [int(norms.argmax())] * 7]
         value, gate = torch.randn(1, 1, 7, 3).to(dtype), torch.full((1, 1, 7), -0.1)
-        threshold_relative_attention(longest, longest, value, gate, score_bound=math.sqrt(width), impl=impl)
+        out = threshold_relative_attention(longest, longest, value, gate, score_bound=math.sqrt(width), impl=impl)
+        assert out.isfinite().all()

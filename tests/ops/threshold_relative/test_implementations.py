@@ -104,7 +104,8 @@ def test_one_that_auto_passes_over_may_say_so(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_said_of_a_kernel_that_is_there() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        threshold_relative_attention(*random_inputs(dtype=torch.float64))
+        out = threshold_relative_attention(*random_inputs(dtype=torch.float64))
+    assert out.dtype == torch.float64
 
 
 def test_a_module_and_a_line_add_an_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
