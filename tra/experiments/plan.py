@@ -44,11 +44,11 @@ def plan(experiment: Experiment, request: Request) -> Table:
                     f"{parameters(recipe.model):,}",
                     f"{training_tokens(recipe):,}",
                     f"{evaluation_tokens(recipe):,}",
-                    f"{hours:.2g}",
+                    _rough(hours),
                 ]
             )
             update(done)
-    body.append(["all", "", str(len(cells)), "", "", "", f"{total:.2g}"])
+    body.append(["all", "", str(len(cells)), "", "", "", _rough(total)])
     headings = ("column", "attention", "runs", "parameters", "tokens trained", "tokens measured", "hours, estimated")
     device = best_device()
     note = (
@@ -57,6 +57,11 @@ def plan(experiment: Experiment, request: Request) -> Table:
         "taken to cost a third of training, and texts that are measured whole are not counted."
     )
     return Table(headings, body, f"Runs at the scale {request.scale}", note, words=2)
+
+
+def _rough(hours: float) -> str:
+    """Two digits, or whole hours: an estimate holds no more."""
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def parameters(config: DecoderConfig) -> int:
