@@ -366,10 +366,10 @@ def test_the_current_folder_is_looked_in_by_the_command(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     (tmp_path / "here").mkdir()
-    shutil.move(write("mine"), tmp_path / "here" / "mine.py")
+    shutil.move(write("found_here"), tmp_path / "here" / "found_here.py")  # no other test has a module of this name
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert " short " in help_of(["train", "--plugin", "mine"], capsys)
+    assert " short " in help_of(["train", "--plugin", "found_here"], capsys)
 
 
 def test_an_experiment_file_is_a_plug_in(write: Write) -> None:
