@@ -20,7 +20,7 @@ from tests.experiments.small import files_below, flip_flop
 from tra import plugins
 from tra.attention import MECHANISMS
 from tra.experiments.base import Cell
-from tra.experiments.grid import run_all, run_cell
+from tra.experiments.grid import gpus, run_all, run_cell
 from tra.experiments.table1 import SMOKE
 from tra.progress import shown
 from tra.recipes import Recipe
@@ -63,7 +63,7 @@ class Killed(FlipFlop):
 
 @dataclass(frozen=True)
 class Watched(FlipFlop):
-    """Writes down when it was learned and with how many threads; 0 and 1 wait for each other."""
+    """Writes down when and where it was learned and with how many threads; 0 and 1 wait for each other."""
 
     name = "watched"
     place: str = ""
@@ -83,7 +83,7 @@ class Watched(FlipFlop):
 
     def write(self, what, when):
         place = Path(self.place)
-        seen = {what: when, "threads": torch.get_num_threads()}
+        seen = {what: when, "threads": torch.get_num_threads(), "device": os.environ.get("CUDA_VISIBLE_DEVICES")}
         (place.parent / f"{what}-{place.name}.json").write_text(json.dumps(seen))
 
 
@@ -237,13 +237,34 @@ def test_a_process_killed_before_it_made_its_folder_stops_nobody(tmp_path: Path)
     assert cells[1].results() is not None
 
 
+@pytest.mark.parametrize(
+    "count, visible, devices",
+    [
+        (0, None, [""]),
+        (2, None, ["0", "1"]),
+        (8, "GPU-5ab3,MIG-77", ["GPU-5ab3", "MIG-77"]),  # what a scheduler leaves of eight
+        (8, "", [""]),
+    ],
+)
+def test_gpus_are_those_that_may_be_seen(
+    monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None, devices: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus() == devices
+
+
 @pytest.mark.usefixtures("troubled")
-def test_jobs_run_at_the_same_time_share_the_threads_and_are_shown_in_one_place(
+def test_jobs_run_at_the_same_time_share_threads_and_gpus_and_are_shown_in_one_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr("tra.experiments.grid.SECONDS_BETWEEN_LOOKS", 0.05)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     screen = console()
     cells = [
         cell(tmp_path, seed, task="watched", task_options={"place": str(tmp_path / str(seed))}) for seed in range(4)
@@ -259,6 +280,7 @@ def test_jobs_run_at_the_same_time_share_the_threads_and_are_shown_in_one_place(
         for seed in range(4)
     ]
     assert [entry["threads"] for entry in seen] == [3] * 4
+    assert {entry["device"] for entry in seen[:2]} == {"0", "1"} == {entry["device"] for entry in seen}
     changes = sorted(itertools.chain(*([(entry["start"], 1), (entry["stop"], -1)] for entry in seen)))
     at_a_time = list(itertools.accumulate(change for _, change in changes))
     assert max(at_a_time) == 2

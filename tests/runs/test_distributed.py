@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.runs.tiny import TINY, begin, checkpoints, launched
-from tra.runs import train
+from tra.runs import Run, train
+from tra.tasks import Evaluation
 
 
 def assert_same_run(folder: Path, other: Path, steps: int) -> None:
@@ -43,11 +44,16 @@ FSDP += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]  # o
 def test_two_processes_give_the_weights_of_one(
     tmp_path: Path, launcher: list[str], one: dict[str, Any], two: dict[str, Any]
 ) -> None:
-    recipe = replace(TINY, model=replace(TINY.model, dropout=0.0), steps=12)
+    sets = (Evaluation("iid", 16, 20), Evaluation("sparse", 16, 20))
+    recipe = replace(TINY, model=replace(TINY.model, dropout=0.0), steps=12, evaluations=sets)
     train(replace(recipe, **one), tmp_path / "one")
     begin(replace(recipe, **two), tmp_path / "two")
     launched(launcher, "-m", "tra", "train", "--resume", str(tmp_path / "two"))
     assert_same_run(tmp_path / "two", tmp_path / "one", 12)
+    # Both wrote what they measured, of the same sequences.
+    measured = [Run(tmp_path / name).results for name in ("one", "two")]
+    assert [(x.set, x.length, x.examples) for x in measured[0]] == [(x.set, x.length, x.examples) for x in measured[1]]
+    assert len(measured[0]) == 2
 
 
 def test_shards_go_on_from_one_process_and_one_process_from_shards(tmp_path: Path) -> None:
@@ -65,6 +71,18 @@ def test_shards_go_on_from_one_process_and_one_process_from_shards(tmp_path: Pat
     launched(FSDP, script, str(folder), "12")
     for path in (folder, tmp_path / "again one"):
         assert_same_run(path, tmp_path / "one", 12)
+
+
+def test_every_process_measures_its_part(tmp_path: Path) -> None:
+    sets = (Evaluation("iid", 256, 300), Evaluation("sparse", 64, 1))  # 5 batches, of which one process gets 3; and 1
+    recipe = replace(TINY, steps=2, evaluations=sets)
+    alone = train(recipe, tmp_path / "run").results
+    script = str(Path(__file__).with_name("counted_evaluation.py"))
+    launched(TORCHRUN, script, str(tmp_path / "run"), str(tmp_path))
+    predicted = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [found["batches"] for found in predicted] == [4, 2]
+    for found in predicted:
+        assert found["results"] == [result.to_dict() for result in alone]
 
 
 def test_batch_that_cannot_be_divided_is_named(tmp_path: Path) -> None:

@@ -40,13 +40,14 @@ def run(arguments: list[str]) -> int:
     from tra.environment import environment
     from tra.report.tables import results_table
     from tra.runs import evaluate, load_run
+    from tra.runs.distributed import joined
 
     found = load_run(options.run)
     asked = any((options.sets, options.lengths, options.examples is not None, options.data, options.stride))
-    with on_console(quiet=options.json):
+    with on_console(quiet=options.json), joined() as first:
         found.model  # noqa: B018  says at once if there is none
         step, steps = found.step, found.recipe.steps
-        if step < steps:
+        if step < steps and first:
             print(f"tra: warning: the run is at step {step} of {steps}", file=sys.stderr)
         results = evaluate(
             found,
@@ -56,6 +57,8 @@ def run(arguments: list[str]) -> int:
             stride=options.stride,
             data=options.data,
         )
+    if not first:
+        return 0
     if not asked:
         found.store_results(step, found.task, results)
     if options.json:

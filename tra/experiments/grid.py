@@ -24,6 +24,7 @@ from tra.runs import train
 from tra.runs.folder import DIVERGED
 
 SECONDS_BETWEEN_LOOKS = 0.5
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def run_cell(cell: Cell) -> None:
@@ -48,7 +49,7 @@ def unfinished(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def run_all(cells: Sequence[Cell], jobs: int) -> None:
-    """Run every cell that is not finished, ``jobs`` at a time with the threads divided among them.
+    """Run every cell that is not finished, ``jobs`` at a time with the threads and GPUs divided among them.
 
     A run that fails, or whose process dies, does not stop the others. After Ctrl-C every run has saved a checkpoint.
     """
@@ -63,7 +64,7 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
             forkserver.ensure_running()
     else:
         context = multiprocessing.get_context("spawn")
-    threads = max(1, torch.get_num_threads() // jobs)
+    threads, devices = max(1, torch.get_num_threads() // jobs), gpus()
     total = sum(cell.recipe.steps for cell in waiting)
     steps = {cell.folder: cell.run.steps_done() for cell in waiting}
     running: dict[int, tuple[BaseProcess, Cell, float]] = {}
@@ -78,7 +79,8 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
                     if waiting and slot not in running:
                         cell = waiting.pop(0)
                         cell.run.record_failure(None)
-                        process = context.Process(target=_work, args=(cell, threads, slot, plugins.loaded()))
+                        device = devices[slot % len(devices)]
+                        process = context.Process(target=_work, args=(cell, threads, device, plugins.loaded()))
                         started.append(process)
                         with _without_main():
                             process.start()
@@ -99,6 +101,14 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
         _stop(started)
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
+
+
+def gpus() -> list[str]:
+    """The GPUs that may be used, as CUDA and ROCm name them; one without a name where there is none."""
+    visible = os.environ.get(VISIBLE)
+    if visible is None:
+        visible = ",".join(str(number) for number in range(torch.cuda.device_count()))
+    return visible.split(",")
 
 
 def report(cell: Cell, seconds: float, how_it_ended: str) -> None:
@@ -155,13 +165,11 @@ def _stop(processes: Sequence[BaseProcess]) -> None:
         process.join()
 
 
-def _work(cell: Cell, threads: int, slot: int, needed: Sequence[str]) -> None:
+def _work(cell: Cell, threads: int, device: str, needed: Sequence[str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
-    if len(devices) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    if device:
+        os.environ[VISIBLE] = device  # read when CUDA is first used, which is later
     for name in needed:
         plugins.load(name)
     try:

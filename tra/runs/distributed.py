@@ -1,16 +1,18 @@
 """How a run is spread over processes and devices, and who else is told how it goes: all through accelerate."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
 from tra.lookup import lookup
 from tra.model import Block
+from tra.progress import hidden
 from tra.recipes import Recipe
 
 TRACKERS = tuple(sorted(LOGGER_TYPE_TO_CLASS))
@@ -37,6 +39,23 @@ def make_accelerator(recipe: Recipe, folder: Path, track: Sequence[str] = ()) ->
         accelerator.state.fsdp_plugin = sharding
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     return accelerator
+
+
+@contextmanager
+def joined() -> Iterator[bool]:
+    """Join the other processes where torchrun or accelerate launch started several; whether this is the first of them,
+    the one that speaks and writes."""
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    try:
+        with nullcontext() if state.is_main_process else hidden():
+            yield state.is_main_process
+    finally:
+        state.destroy_process_group()
+
+
+def agreed(here: bool) -> bool:
+    """What the first process says: what each finds on disk may depend on when it looks."""
+    return bool(broadcast_object_list([here])[0])
 
 
 def check_trackers(track: Sequence[str]) -> None:

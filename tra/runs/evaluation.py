@@ -1,9 +1,11 @@
 """Measuring a model on the named, fixed sets of a task."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tra.lookup import lookup
@@ -31,6 +33,8 @@ def evaluate(
     data: Path | str | None = None,
 ) -> list[Result]:
     """Measure a trained run on its recipe's sets, or on others. Nothing is stored.
+
+    Where a process group exists, every process calls this and does its part; all get the results.
 
     Args:
         run: a run, or its folder.
@@ -107,15 +111,30 @@ def measure_published(model: Decoder, task: Task, names: Sequence[str], folder: 
 
 @torch.inference_mode()
 def predict(model: Decoder, batches: Iterable[Batch]) -> Iterator[Prediction]:
-    """What a model, in evaluation mode, makes of each batch."""
+    """What a model, in evaluation mode, makes of each batch.
+
+    Processes that torchrun started take turns at the batches, and each gets what all of them found, in order: as many
+    batches of the same size as one process has, so the same bits.
+    """
     device = model.head.weight.device
+    processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     was_training = model.training
     model.eval()
+    remaining = iter(batches)
     try:
-        for batch in batches:
-            yield _predict(model, batch.to(device))
+        while turn := list(islice(remaining, processes)):
+            mine = _predict(model, turn[rank].to(device)) if rank < len(turn) else None
+            yield from _of_all(mine, processes)
     finally:
         model.train(was_training)
+
+
+def _of_all(mine: Prediction | None, processes: int) -> Iterator[Prediction]:
+    found = [mine]
+    if processes > 1:
+        found = [None] * processes
+        dist.all_gather_object(found, mine)
+    return (prediction for prediction in found if prediction is not None)
 
 
 def _predict(model: Decoder, batch: Batch) -> Prediction:

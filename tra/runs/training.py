@@ -21,7 +21,7 @@ from tra.progress import hidden, progress, say
 from tra.recipes import Recipe
 from tra.runs import checkpoint
 from tra.runs.batches import training_batches
-from tra.runs.distributed import make_accelerator
+from tra.runs.distributed import agreed, make_accelerator
 from tra.runs.evaluation import measure_all
 from tra.runs.folder import Run
 from tra.tasks import Batch, Task
@@ -32,7 +32,7 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
     """Train a recipe in a run folder, measure it on its evaluations, and store what was found.
 
     A run that was interrupted goes on from its last checkpoint, and one that is finished is not touched. Under
-    ``torchrun`` or ``accelerate launch`` every process calls this; the first measures and stores.
+    ``torchrun`` or ``accelerate launch`` every process calls this; all of them measure, the first stores.
 
     Args:
         recipe: what to train.
@@ -65,9 +65,12 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
             if first:
                 run.record(recipe, task)
             model = trainer.train(track)
-            if first and run.finished(recipe) is None:
+            # Asked before anything is stored, so that all processes agree.
+            if not agreed(run.finished(recipe) is not None):
                 results = measure_all(model, task, recipe.evaluations, recipe.model.label)
-                run.store_results(recipe.steps, task, results)
+                if first:
+                    run.store_results(recipe.steps, task, results)
+            accelerator.end_training()
     # Known already, in every process; nothing need be loaded.
     run.recipe, run.task, run.model, run.step = recipe, task, model.eval(), recipe.steps
     return run
@@ -142,7 +145,6 @@ class _Trainer:
                 update(done, loss=loss)
                 if done % recipe.checkpoint_every == 0 or done == recipe.steps:
                     self._save(done)
-        accelerator.end_training()
 
     def _step(self, step: int, mine: Batch, counted: int) -> tuple[float, float]:
         """One update; returns the loss over the whole batch and the norm of its gradient."""
