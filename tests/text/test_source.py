@@ -328,7 +328,6 @@ def test_pieces_have_the_tokens_of_the_whole_text(
         assert "".join(pieces) == whole
         ids = [token for piece in pieces for token in gpt2_like.encode(piece).ids]
         assert ids == gpt2_like.encode(whole).ids, pieces
-        assert sum(len(piece.split()) for piece in pieces) == len(whole.split())
         cuts += len(pieces) - 1
     assert cuts > 1200
 
@@ -358,7 +357,7 @@ def test_pieces_are_small_whatever_stands_between_words(
     assert max(map(len, Source(str(tmp_path)).pieces("train"))) < 500
 
 
-def test_a_text_without_spaces_is_one_piece_found_in_linear_time(
+def test_a_text_without_any_boundary_is_cut_all_the_same_and_searched_in_linear_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched = 0
@@ -372,6 +371,24 @@ def test_a_text_without_spaces_is_one_piece_found_in_linear_time(
     monkeypatch.setattr(tra.text.source, "_last_boundary", search)
     assert pieces_of(tmp_path, "ACGT" * 5000, 10, monkeypatch) == ["ACGT" * 5000 + "\n"]
     assert searched < 3 * 20_000
+    monkeypatch.setattr(tra.text.source, "LONGEST", 300)
+    pieces = pieces_of(tmp_path, "ACGT" * 5000, 100, monkeypatch)
+    assert "".join(pieces) == "ACGT" * 5000 + "\n"
+    assert [len(piece) for piece in pieces] == [300] * 66 + [201]
+    assert searched < 6 * 20_000
+
+
+def test_a_text_without_spaces_is_cut_before_its_punctuation(
+    gpt2_like: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(1)
+    words = ["中文", "字", "abc", "é", "42", "²", "!", "\uff0c", "。", "''", "<|endoftext|>", "」", "...", "'s", "_"]
+    for _ in range(200):
+        text = "".join(rng.choices(words, k=300)) + "\n"
+        pieces = pieces_of(tmp_path, text, 50, monkeypatch)
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) < 300
+        assert [token for piece in pieces for token in gpt2_like.encode(piece).ids] == gpt2_like.encode(text).ids
 
 
 def test_a_file_belongs_to_one_split(tmp_path: Path) -> None:

@@ -423,6 +423,38 @@ def test_memory_does_not_grow_with_the_text(cache: Path, tmp_path: Path) -> None
     assert facts["bytes"] > 8_000_000
 
 
+WITHOUT_SPACES = """
+import random, sys
+from pathlib import Path
+from tra.bench.memory import added_megabytes
+from tra.text import Source, load_tokenizer, prepare
+
+folder, cache, rng = Path(sys.argv[1]), Path(sys.argv[2]), random.Random(0)
+folder.mkdir()
+(folder / "train.txt").write_text("".join(rng.choices("ACGT", k=12_000_000)))
+print(added_megabytes(lambda: load_tokenizer("bpe-280", Source(str(folder)), cache)))
+tokenizer = load_tokenizer("bpe-280", Source(str(folder)), cache)
+print(added_megabytes(lambda: prepare(Source(str(folder)), "train", tokenizer, cache)))
+"""
+
+
+@pytest.mark.skipif(not measurable(), reason="peak memory is read from Linux's /proc")
+def test_memory_does_not_grow_with_a_text_without_spaces(cache: Path, tmp_path: Path) -> None:
+    """Twelve megabytes at once would take 1,300 to learn from and as much to read."""
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_SPACES, str(tmp_path / "text"), str(cache)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.stderr == ""
+    training, reading = map(float, process.stdout.split())
+    assert training < 400
+    assert reading < 150
+    (facts,) = (json.loads(path.read_text()) for path in cache.glob("train-*.json"))
+    assert (facts["words"], facts["bytes"]) == (1, 12_000_001)
+
+
 @pytest.mark.skipif(not measurable(), reason="peak memory is read from Linux's /proc")
 def test_windows_of_a_large_file_do_not_load_it(tmp_path: Path) -> None:
     large = tmp_path / "large.tokens"

@@ -32,6 +32,9 @@ HUB = {
 PIECE = 1 << 18
 """Characters in a piece, about: what is held in memory at a time."""
 
+LONGEST = 1 << 18
+"""Characters without a place to cut that are held in memory; what is longer is cut all the same."""
+
 ROWS = 1000
 """Rows of a table that are held in memory at a time."""
 
@@ -41,9 +44,14 @@ SHARES = {"train": (0.0, 0.9), "valid": (0.9, 0.95), "test": (0.95, 1.0)}
 CUT_WITHIN = 0.025
 """How far such a cut may move on to the end of a line, or else of a word, so that no split is left empty."""
 
-BOUNDARIES = (re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)"), re.compile(r"(?=[ \t\r\n]\w)"))
+BOUNDARIES = (
+    re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)"),
+    re.compile(r"(?=[ \t\r\n]\w)"),
+    re.compile(r"(?<=[^\W_])(?=[,.;:!?)\]\"\u3001\u3002\u300d\u300f\uff01\uff09\uff0c\uff0e\uff1a\uff1b\uff1f])"),
+)
 """A space before a word belongs to it, and a single line break to nothing else. Where a text has neither: of several
-characters of white space, GPT-2's pattern takes the last by itself or with the word that follows."""
+characters of white space, GPT-2's pattern takes the last by itself or with the word that follows. Where it has no white
+space: a letter or digit never shares a token with the punctuation after it."""
 
 
 def local(name: str) -> Path | None:
@@ -154,15 +162,17 @@ class Source:
         return max(1, sum(path.stat().st_size for path in self.files(split)) >> 20)
 
     def pieces(self, split: str) -> Iterator[str]:
-        """The text of a split in pieces, cut where GPT-2's pattern ends a token whatever stands around it."""
+        """The text of a split in pieces, cut where GPT-2's pattern ends a token whatever stands around it; a text that
+        has no such place for `LONGEST` characters is cut anywhere."""
         rest, enough = "", PIECE
         for chunk in self._chunks(split):
             rest += chunk
-            if len(rest) >= enough:
-                if cut := _last_boundary(rest):
+            while len(rest) >= enough:
+                cut = _last_boundary(rest[: 2 * LONGEST]) or (LONGEST if len(rest) >= LONGEST else 0)
+                if cut:
                     yield rest[:cut]
                     rest = rest[cut:]
-                enough = max(PIECE, 2 * len(rest))  # a text without boundaries is not searched again and again
+                enough = PIECE if cut else 2 * len(rest)  # a text without boundaries is not searched again and again
         if rest:
             yield rest
 
@@ -199,8 +209,13 @@ class Source:
             exact = int(share * total)
             if exact in (0, total):
                 return exact
-            following = "".join(_between(_texts(self.everything), exact, exact + int(CUT_WITHIN * total)))
-            return exact + (following.find("\n") + 1 or following.find(" ") + 1)
+            word, at = 0, exact
+            for part in _between(_texts(self.everything), exact, exact + int(CUT_WITHIN * total)):
+                if "\n" in part:
+                    return at + part.find("\n") + 1
+                word = word or (" " in part and at + part.find(" ") + 1)
+                at += len(part)
+            return word or exact
 
         return {split: (moved(first), moved(last)) for split, (first, last) in SHARES.items()}
 

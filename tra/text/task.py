@@ -17,7 +17,7 @@ from tra.lookup import lookup
 from tra.tasks.base import Batch, ReadsText, Task
 from tra.tasks.measures import Evaluation, Perplexity, Prediction, Result
 from tra.text.source import Source
-from tra.text.tokenizer import is_trained, load_tokenizer, size_of
+from tra.text.tokenizer import encoded, is_trained, load_tokenizer, size_of
 from tra.text.tokens import Tokens, prepare
 
 SPLITS = ("valid", "test")
@@ -141,7 +141,7 @@ class Text(Task, ReadsText):
 
     def read(self, text: str) -> tuple[torch.Tensor, list[str]]:
         """A text as tokens, and each of them written out."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = encoded(self.tokenizer, text)
         if not ids:
             raise ValueError(f"text must have at least one token, got {text!r}")
         return torch.tensor(ids), [self.tokenizer.decode([token]) for token in ids]

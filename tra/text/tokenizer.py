@@ -1,6 +1,8 @@
 """Tokenizers: GPT-2's from the hub or a folder, or a byte-level BPE of any size trained on the text at hand."""
 
 import hashlib
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -8,14 +10,23 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tra.errors import RunError
 from tra.files import locked, opened, write_text
 from tra.progress import say
+from tra.text.growth import check_declared, check_measured
 from tra.text.source import Source, local
 
 PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 """Names of the vocabulary and the merges of a byte-level BPE in a folder."""
 
+STORED = "tokenizer.json"
 END = "<|endoftext|>"
-VERSION = 1
+VERSION = 2
 """Raised whenever the same text would give another tokenizer."""
+
+LONG_WORD = 256
+"""Characters. The time that the library takes to learn from a word is quadratic in its length."""
+LONG_WORDS = 1 << 21
+"""Bytes of words that are longer, of which training learns from no more: it keeps about 110 bytes for each byte of
+words that do not repeat, and these never do."""
+LONG_STRETCH = re.compile(rf"(?<!\S)\S{{{LONG_WORD + 1},}}")
 
 
 def load_tokenizer(name: str, source: Source | None, cache: Path) -> Tokenizer:
@@ -50,6 +61,38 @@ def load_tokenizer(name: str, source: Source | None, cache: Path) -> Tokenizer:
     )
 
 
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, with nothing added; a ValueError where the tokenizer fails or makes far too much of it."""
+    try:
+        check_measured(tokenizer, text)
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which is no Exception
+            raise
+        raise ValueError(f"tokenizer must be one that can read the text, but it fails: {error}") from error
+
+
+def taught(pieces: Iterable[str]) -> Iterator[str]:
+    """What training reads of a text: all of it if white space divides it into words; of longer stretches without any,
+    the first two megabytes, each cut into words."""
+    room = LONG_WORDS
+    for piece in pieces:
+        if len(max(piece.split(), key=len, default="")) <= LONG_WORD:
+            yield piece
+            continue
+        end = 0
+        for stretch in LONG_STRETCH.finditer(piece):
+            yield piece[end : stretch.start()]
+            end = stretch.end()
+            for start in range(stretch.start(), end, LONG_WORD):
+                word = piece[start : min(start + LONG_WORD, end)]
+                room -= len(word.encode())
+                if room < 0:
+                    break
+                yield word
+        yield piece[end:]
+
+
 def size_of(tokenizer: Tokenizer) -> int:
     """One more than the largest token, whether or not all those below it are used."""
     return max(tokenizer.get_vocab().values()) + 1
@@ -61,8 +104,10 @@ def is_trained(name: str) -> bool:
 
 
 def _in_folder(folder: Path) -> Tokenizer | None:
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if (folder / STORED).is_file():
+        stored = (folder / STORED).read_bytes()
+        check_declared(stored)
+        tokenizer = Tokenizer.from_buffer(stored)
         tokenizer.no_truncation()  # some are stored with a longest text
         tokenizer.no_padding()
         return tokenizer
@@ -84,6 +129,7 @@ def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
             with opened(path) as file:
                 stored = file.read()
             try:
+                check_declared(stored)
                 return Tokenizer.from_buffer(stored)
             except Exception as error:  # the library raises nothing more special
                 say(f"{path} is made again: it is no intact tokenizer ({error})")
@@ -95,7 +141,7 @@ def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
             show_progress=False,
         )
         with source.shown("train", name) as pieces:
-            tokenizer.train_from_iterator(pieces, trainer)
+            tokenizer.train_from_iterator(taught(pieces), trainer)
         source.check_unchanged("train")
         write_text(path, tokenizer.to_str())
         return Tokenizer.from_file(str(path))

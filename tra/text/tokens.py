@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from tra.files import locked, read_json, write_json, written_aside
 from tra.progress import say
 from tra.text.source import Source
-from tra.text.tokenizer import size_of
+from tra.text.tokenizer import encoded, size_of
 
-VERSION = 1
+VERSION = 2
 """Raised whenever the same text and tokenizer would give another file."""
 
 
@@ -69,13 +69,16 @@ def _stored(path: Path, facts: Path, dtype: str) -> Tokens:
 
 def _write(source: Source, split: str, tokenizer: Tokenizer, path: Path, dtype: str) -> dict[str, object]:
     count = words = size = 0
+    inside = False
     with written_aside(path) as aside:
         with open(aside, "wb") as file, source.shown(split, "tokens") as pieces:
             for piece in pieces:
-                ids = numpy.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
+                ids = numpy.array(encoded(tokenizer, piece), dtype=dtype)
                 file.write(ids.tobytes())
                 count += len(ids)
-                words += len(piece.split())
+                cut = inside and not piece[0].isspace()  # a word that is in both pieces
+                words += len(piece.split()) - cut
+                inside = not piece[-1].isspace()
                 size += len(piece.encode())
         if count == 0:
             raise ValueError(f"text must not be empty, but the {split} split of {source.name} is")
