@@ -357,15 +357,33 @@ def test_what_is_wrong_in_a_stored_config_is_named(stored: dict[str, Any], messa
         DecoderConfig.from_dict(stored)
 
 
-def test_checking_a_config_does_not_load_the_compiler() -> None:
-    """Which takes a second."""
-    program = (
-        "import sys, tra\n"
-        "for name in tra.MECHANISMS: tra.DecoderConfig(9, attention=name)\n"
-        "print('torch._dynamo' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+WITHOUT_COMPILER = """
+import os, sys, torch, tra
+torch.set_num_threads(1)
+
+def use(name):
+    model = tra.Decoder(tra.DecoderConfig(9, layers=1, heads=2, width=16, attention=name))
+    model(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    with torch.inference_mode():
+        model(torch.zeros(2, 5, dtype=torch.long), cache=model.new_cache())
+
+def loaded():
+    return [name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules]
+
+for name in tra.MECHANISMS:
+    use(name)
+child = os.fork()
+if child == 0:
+    use("tra")
+    os._exit(len(loaded()))
+print(loaded(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_neither_a_config_nor_a_call_loads_the_compiler() -> None:
+    """Which takes seconds, in a forked process as in a fresh one."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] 0"
 
 
 @pytest.mark.parametrize(
@@ -375,6 +393,8 @@ def test_checking_a_config_does_not_load_the_compiler() -> None:
         (torch.zeros(2, 5).bool(), r"tokens must be an int32 or int64 tensor \[B, L\], got torch.bool"),
         ([[1, 2]], r"tokens must be an int32 or int64 tensor \[B, L\], got list"),
         (torch.zeros(5).long(), r"tokens must have the shape \[B, L\], got \[5\]"),
+        (torch.tensor([[1, 11]]), "tokens must be at least 0 and less than the vocabulary of 11, got 11"),
+        (torch.tensor([[10, -1]]).int(), "tokens must be at least 0 and less than the vocabulary of 11, got -1"),
     ],
 )
 def test_tokens_of_the_wrong_kind_are_named(tokens: Any, message: str) -> None:

@@ -223,7 +223,18 @@ class Decoder(nn.Module):
             raise ValueError(f"tokens must be an int32 or int64 tensor [B, L], got {kind}")
         if tokens.dim() != 2:
             raise ValueError(f"tokens must have the shape [B, L], got {list(tokens.shape)}")
-        return self.embedding(tokens)
+        return self.looked_up(tokens, "tokens")
+
+    def looked_up(self, tokens: Tensor, argument: str) -> Tensor:
+        """The embedding of tokens of any shape; a ValueError names the argument if some are no tokens."""
+        try:
+            return self.embedding(tokens)
+        except IndexError:  # a CPU looks at every token anyway; other devices say so when they come to it
+            vocabulary = len(self.embedding.weight)
+            wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0].item()
+            raise ValueError(
+                f"{argument} must be at least 0 and less than the vocabulary of {vocabulary}, got {wrong}"
+            ) from None
 
     def hidden_from(
         self,

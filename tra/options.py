@@ -7,6 +7,9 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+MOST = 99_999_999
+"""Of any length or number: far beyond what is ever asked for, and the folders of checkpoints have eight digits."""
+
 
 class Option(NamedTuple):
     """One argument that has a name."""

@@ -1,6 +1,7 @@
 """`tra generate`."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -61,19 +62,54 @@ def test_prompt_longer_than_the_training_window_from_a_file(exported: Path, tmp_
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (["--tokens", "0"], "tokens must be at least 1, got 0"),
-        (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
-        (["--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["--tokens", "0"], "tokens must be between 1 and 1,073,741,824, got 0"),
+        (["--tokens", str(10**30)], "tokens must be between 1 and 1,073,741,824, got 1"),
+        (["--seed", str(10**30)], "seed must be a whole number of 64 bits, got 1"),
+        (["--seed", "-9223372036854775809"], "seed must be a whole number of 64 bits, got -9223372036854775809"),
+        (["--temperature", "1e-300"], "temperature must be 0 or at least 1e-06, got 1e-300"),
+        (["--temperature", "-1"], "temperature must be 0 or at least 1e-06, got -1.0"),
+        (["--temperature", "nan"], "temperature must be 0 or at least 1e-06, got nan"),
         (["--beams", "2", "--top-p", "0.5"], "beams must be 1 for temperature, top_k and top_p to matter, got 2"),
         (["--prompt", "@home sweet"], "prompt must be text, @@ before what begins with @, or @ and a file: "),
         (["--top-p", "0"], r"top_p must be in (0, 1], got 0.0"),
-        (["--beams", "0"], "beams must be at least 1, got 0"),
+        (["--beams", "0"], "beams must be between 1 and 1,024, got 0"),
+        (["--beams", "1000000"], "beams must be between 1 and 1,024, got 1000000"),
         (["--prompt", ""], "prompt must have at least one token, got ''"),
     ],
 )
 def test_wrong_options_are_named(exported: Path, wrong: list[str], message: str, capsys: Captured) -> None:
     assert main(["generate", str(exported), "--prompt", "The", *wrong]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [[], ["--temperature", "0"], ["--beams", "2"]], ids=["sampled", "greedy", "beams"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_give_no_text(
+    how: list[str], bad: float, exported: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(exported, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["decoder.norm.weight"][0] = bad
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["generate", str(folder), "--prompt", "The", "--json", *how]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.fullmatch(
+        r"tra: error: the model's scores for token \d+ are not finite: its weights are damaged\n", shown.err
+    )
+
+
+def test_a_normaliser_that_would_take_all_memory_is_refused(exported: Path, tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(exported, folder)
+    doubled = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+    changed(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [doubled] * 50})
+    error = fails(["generate", str(folder), "--prompt", "The"], capsys, code=1)
+    assert error == f"could not load {folder}: its normalizer must make at most 256 characters of one, got 1.126e+15"
+    changed(folder / "tokenizer.json", normalizer={**doubled, "content": "e" * 200})
+    assert main(["generate", str(folder), "--prompt", "e" * 500, "--json"]) == 2
+    assert "tokenizer must not make a text more than 8 times longer" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_neither_is_refused(tmp_path: Path, capsys: Captured) -> None:

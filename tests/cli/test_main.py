@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.calling import Captured, fails, help_of, shows
 from tra import __version__
@@ -108,6 +109,35 @@ def test_a_file_where_a_folder_should_be_is_one_line(tmp_path: Path, finished_ru
         fails(["reproduce", "demo", "--output", str(file)], capsys) == f"output must be a folder, but {file} is a file"
     )
     assert file.read_text() == "mine"
+
+
+def test_arguments_that_are_no_utf8_are_one_line(capsys: Captured) -> None:
+    for arguments in (["\udcff"], ["evaluate", "runs/\udcff"], ["train", "flip-flop-small", "--name", "\udcff"]):
+        assert fails(arguments, capsys).startswith("arguments must be valid UTF-8, got '")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--model.width", "1048576", "--model.heads", "4"], ["--batch", "99999999"], ["--length", "99999999"]],
+    ids=["width", "batch", "length"],
+)
+def test_what_has_no_room_in_memory_is_refused_before_it_is_made(
+    arguments: list[str], tmp_path: Path, capsys: Captured
+) -> None:
+    error = fails(["train", "flip-flop-small", "--output", str(tmp_path / "run"), *arguments], capsys)
+    assert re.search(
+        r"must fit into memory: it takes at least [\d.e+]+ GB, and this machine has [\d.]+$", error
+    ) or error.startswith("out of memory")
+    assert not (tmp_path / "run").exists()
+
+
+def test_lack_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def take_all(_: list[str]) -> int:
+        torch.empty(1 << 60)
+        return 0
+
+    monkeypatch.setattr("tra.cli.list.run", take_all)
+    assert fails(["list"], capsys, code=1).startswith("out of memory: ")
 
 
 def test_the_command_says_what_to_install_when_extras_are_missing(tmp_path: Path) -> None:

@@ -37,22 +37,45 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tra {__version__}")
         return 0
     try:
+        _check_encoding(arguments)
         lookup(COMMANDS, arguments[0], "command")
         load_plugins(plugins_in(arguments))
         # Each imports what it needs itself: a misspelt command should not wait for the training stack.
         return importlib.import_module(f"tra.cli.{arguments[0]}").run(arguments[1:])
     except ValueError as error:
-        print(f"tra: error: {error}", file=sys.stderr)
-        return 2
+        return _failed(error, 2)
     except (OSError, RunError) as error:
-        print(f"tra: error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error, 1)
     except ModuleNotFoundError as error:
-        print(f"tra: error: {error}: pip install 'threshold-relative-attention[hub]'", file=sys.stderr)
-        return 1
+        return _failed(f"{error}: pip install 'threshold-relative-attention[hub]'", 1)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        return _failed(f"out of memory: {error}", 1)
     except KeyboardInterrupt as stop:
         print(f"tra: {str(stop) or 'stopped'}", file=sys.stderr)
         return 130
+
+
+def _failed(reason: object, code: int) -> int:
+    """Say in one line why a command failed."""
+    print(f"tra: error: {' '.join(str(reason).split())}", file=sys.stderr)
+    return code
+
+
+def _check_encoding(arguments: list[str]) -> None:
+    """Refuse at once what no file could be written with later."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"arguments must be valid UTF-8, got {argument!r}") from None
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """PyTorch has a class for it on accelerators, but not on the CPU."""
+    said = ("allocate memory", "out of memory", "size calculation overflowed")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
 def load_plugins(names: list[str]) -> None:

@@ -12,6 +12,12 @@ import tyro
 from tra.cli.options import Common, parse
 from tra.cli.texts import or_file
 
+MOST_TOKENS = 1 << 30
+MOST_BEAMS = 1024
+COLDEST = 1e-6
+"""What scores are divided by must leave them finite."""
+COLD = f"0 or at least {COLDEST:g}"
+
 
 @dataclass(frozen=True)
 class Generate(Common):
@@ -67,11 +73,11 @@ def run(arguments: list[str]) -> int:
 
 def _check(options: Generate) -> None:
     for name, wrong, expected in (
-        ("tokens", options.tokens < 1, "at least 1"),
-        ("temperature", not 0 <= options.temperature < math.inf, "at least 0"),
+        ("tokens", not 1 <= options.tokens <= MOST_TOKENS, f"between 1 and {MOST_TOKENS:,}"),
+        ("temperature", not (options.temperature == 0 or COLDEST <= options.temperature < math.inf), COLD),
         ("top_k", options.top_k < 0, "at least 0"),
         ("top_p", not 0 < options.top_p <= 1, "in (0, 1]"),
-        ("beams", options.beams < 1, "at least 1"),
+        ("beams", not 1 <= options.beams <= MOST_BEAMS, f"between 1 and {MOST_BEAMS:,}"),
     ):
         if wrong:
             raise ValueError(f"{name} must be {expected}, got {getattr(options, name)!r}")

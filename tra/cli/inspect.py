@@ -31,12 +31,14 @@ class Inspect(Common):
 
 def run(arguments: list[str]) -> int:
     options = parse(Inspect, arguments, "inspect")
-    from tra.report.inspection import write_inspection
+    from tra.report.inspection import MOST_TOKENS, write_inspection
     from tra.runs import load_run
     from tra.tasks import ReadsText
 
     found = load_run(options.run)
     task = found.task
+    if not 1 <= options.length <= MOST_TOKENS:
+        raise ValueError(f"length must be between 1 and {MOST_TOKENS}, got {options.length}")
     if options.text is None:
         tokens, symbols = task.example(options.length)
     elif isinstance(task, ReadsText):

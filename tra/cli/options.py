@@ -102,7 +102,7 @@ def settings(texts: Sequence[str]) -> dict[str, Any]:
     if len(texts) == 1 and texts[0].startswith("{"):
         try:
             return json.loads(texts[0])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"must be NAME=VALUE pairs or a JSON object: {error}") from error
     found: dict[str, Any] = {}
     for text in listed(texts):

@@ -1,13 +1,14 @@
 """Text from a trained model, shown as it comes."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 from tra.environment import best_device
@@ -16,6 +17,7 @@ from tra.hub.config import TraConfig
 from tra.hub.export import as_pretrained
 from tra.hub.modeling import TraForCausalLM
 from tra.runs import Run
+from tra.text.growth import check_declared, check_measured
 
 
 def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
@@ -32,6 +34,7 @@ def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
     if not (folder / "tokenizer.json").exists():
         raise ValueError(f"run must have a tokenizer, but {folder} holds no tokenizer.json")
     try:
+        check_declared((folder / "tokenizer.json").read_bytes())
         kind = json.loads((folder / "config.json").read_text()).get("model_type")
         if kind != TraConfig.model_type:
             raise ValueError(f"the model is one of type {kind!r}, not of this package")
@@ -52,15 +55,21 @@ def generate(
     Returns the text and how fast it came: the prompt is read at once, then one token follows another. Beam search is
     timed as a whole.
     """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        check_measured(backend, prompt)
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]  # as in training
     if ids.shape[1] == 0:
         raise ValueError(f"prompt must have at least one token, got {prompt!r}")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed must be a whole number of 64 bits, got {seed}")
     torch.manual_seed(seed)
     # Beam search changes its mind about earlier tokens, so it cannot be followed.
     clock = _Clock(tokenizer, show=stream) if options.get("num_beams", 1) == 1 else None
     mask = torch.ones_like(ids).to(model.device)
     began = time.perf_counter()
-    out = model.generate(ids.to(model.device), attention_mask=mask, streamer=clock, **options)
+    checks = LogitsProcessorList([_check_scores])
+    out = model.generate(ids.to(model.device), attention_mask=mask, streamer=clock, logits_processor=checks, **options)
     ended = time.perf_counter()
     new = out.shape[1] - ids.shape[1]
     one_by_one = (new - 1) / (ended - clock.first) if clock and new > 1 else None
@@ -72,6 +81,13 @@ def generate(
         "prompt_seconds": clock.first - began if clock else None,
         "tokens_per_second": one_by_one if clock else new / (ended - began),
     }
+
+
+def _check_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Raise a RunError for scores among which nothing can be chosen."""
+    if not bool((scores < math.inf).all()):
+        raise RunError(f"the model's scores for token {ids.shape[1] + 1} are not finite: its weights are damaged")
+    return scores
 
 
 class _Clock(TextStreamer):

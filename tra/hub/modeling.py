@@ -113,7 +113,8 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if inputs_embeds is None:
-            inputs_embeds = self.decoder.embedding(input_ids)
+            assert input_ids is not None
+            inputs_embeds = self.decoder.looked_up(input_ids, "input_ids")
         key_mask = key_mask_of(attention_mask, inputs_embeds.shape[0], cached + inputs_embeds.shape[1])
         streams: list[Any] | None = [] if output_attentions or output_hidden_states else None
         hidden: Any = self.decoder.hidden_from(

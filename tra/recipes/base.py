@@ -10,13 +10,10 @@ import tyro
 
 from tra import plugins
 from tra.model import DecoderConfig
-from tra.options import among, mismatch
+from tra.options import MOST, among, mismatch
 from tra.tasks import Evaluation, Task, build_task
 
 COUNTS = ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints")
-
-MOST_STEPS = 99_999_999
-"""The folders of checkpoints are named with eight digits."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,8 @@ class Recipe:
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.steps > MOST_STEPS:
-            raise ValueError(f"steps must be at most {MOST_STEPS:,}, got {self.steps:,}")
+            if getattr(self, name) > MOST:
+                raise ValueError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
         if not 0.0 <= self.warmup <= 1.0:
             raise ValueError(f"warmup must be a share of the steps in [0, 1], got {self.warmup!r}")
         if not 0.0 <= self.beta2 < 1.0:

@@ -12,6 +12,7 @@ from tra.lookup import lookup
 from tra.model import Decoder
 from tra.progress import progress, say
 from tra.runs.folder import Run
+from tra.runs.memory import check_evaluation
 from tra.tasks import Batch, Evaluation, Prediction, Result, Task
 
 TOKENS_PER_BATCH = 16_384
@@ -76,6 +77,7 @@ def measure_all(model: Decoder, task: Task, evaluations: Sequence[Evaluation], l
     """Measure a model on several sets, with a line for each length as it is done."""
     for evaluation in evaluations:
         lookup(task.evaluation_sets(), evaluation.name, "evaluation set")
+        check_evaluation(model.config, evaluation)
         next(task.evaluation_batches(evaluation, 1))  # what must be made for it has a progress of its own
     results: list[Result] = []
     told = 0

@@ -24,6 +24,7 @@ from tra.runs.batches import training_batches
 from tra.runs.distributed import agreed, make_accelerator
 from tra.runs.evaluation import measure_all
 from tra.runs.folder import Run
+from tra.runs.memory import check_training
 from tra.tasks import Batch, Task
 from tra.tasks.base import seed_of
 
@@ -56,6 +57,9 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
             f"batch must be a multiple of processes x accumulate = "
             f"{accelerator.num_processes} x {recipe.accumulate}, got {recipe.batch}"
         )
+    if accelerator.device.type == "cpu":
+        rows = recipe.batch // (accelerator.num_processes * recipe.accumulate)
+        check_training(recipe.model, rows, recipe.length)
     first = accelerator.is_main_process
     run.check_place()  # before a text is made ready, which may take long
     with nullcontext() if first else hidden():

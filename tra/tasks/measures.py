@@ -6,10 +6,12 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
 import torch
 from torch import Tensor
+
+from tra.options import MOST, mismatch
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,15 @@ class Evaluation:
     """Sequences; of a text None means all of it."""
     stride: int | None = None
     """Of a text: how far windows move on; by default they lie side by side."""
+
+    def __post_init__(self) -> None:
+        for name, annotation in get_type_hints(Evaluation).items():
+            value = getattr(self, name)
+            wrong = mismatch(value, annotation)
+            if wrong is not None:
+                raise ValueError(f"{name} of an evaluation must be {wrong}")
+            if isinstance(value, int) and value > MOST:
+                raise ValueError(f"{name} must be at most {MOST:,}, got {value:,}")
 
 
 class Prediction(NamedTuple):
