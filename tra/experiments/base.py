@@ -137,11 +137,20 @@ class Cell:
         return Run(self.folder)
 
     def results(self) -> list[Result] | None:
-        """What was measured, or None if the run of this recipe is not finished."""
+        """What was measured, or None if the run of this recipe is not finished; `problem` says whether it can be."""
         try:
             return self.run.finished(self.recipe)
-        except (OSError, RunError, ValueError):  # a run of something else, of a plug-in that is not loaded even
+        except (OSError, RunError, ValueError):
             return None
+
+    def problem(self) -> str | None:
+        """What is wrong with the run that is there: one of something else, say, or of a plug-in that is not loaded."""
+        try:
+            if self.run.exists:
+                self.run.finished(self.recipe)
+        except (OSError, RunError, ValueError) as error:
+            return str(error)
+        return None
 
 
 @dataclass(frozen=True)

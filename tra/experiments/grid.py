@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -33,16 +34,18 @@ def run_cell(cell: Cell) -> None:
     run.record_failure(None)
     try:
         train(cell.recipe, cell.folder)
-    except DivergenceError as error:
-        run.record_failure(f"{DIVERGED}{error}")
     except Exception as error:
         known = isinstance(error, (RunError, ValueError, OSError))
-        run.record_failure(str(error) if known else f"{type(error).__name__}: {error}")
+        before = DIVERGED if isinstance(error, DivergenceError) else "" if known else f"{type(error).__name__}: "
+        run.record_failure(f"{before}{error}", traceback.format_exc())
 
 
 def unfinished(cells: Sequence[Cell]) -> list[Cell]:
     """Those still to be run, having said how many are not."""
     waiting = [cell for cell in cells if cell.results() is None]
+    for cell in waiting:
+        if (problem := cell.problem()) is not None:
+            say(f"{cell.label}: {problem}", style="red")
     if len(waiting) < len(cells):
         say(f"{len(cells) - len(waiting)} of {len(cells)} runs are finished already")
     return waiting

@@ -224,13 +224,15 @@ class Run:
         write_json(self.folder / RESULTS, content)
 
     def measured(self) -> Measured | None:
-        """What was measured last; None if nothing was, or cannot be read."""
+        """What was measured last; None if nothing was, or the file is damaged: it can be made again."""
         try:
             stored = read_json(self.folder / RESULTS)
             results = [self.task.measure.from_dict(entry) for entry in stored["results"]]
             return Measured(stored["step"], stored["task_version"], stored["environment"], results)
-        except (OSError, AttributeError, KeyError, TypeError, ValueError):
+        except (FileNotFoundError, AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return None
+        except OSError as error:
+            raise RunError(f"{self.folder / RESULTS} could not be read: {error}") from error
 
     def finished(self, recipe: Recipe) -> list[Result] | None:
         """What this recipe's run measured at its end, None if that has not come."""
@@ -242,20 +244,20 @@ class Run:
     def failure(self) -> str | None:
         """Why the last attempt failed, if it did."""
         reason = self.folder / FAILURE
-        return reason.read_text(encoding="utf-8").strip() if reason.exists() else None
+        return reason.read_text(encoding="utf-8").split("\n\n")[0].strip() if reason.exists() else None
 
     @property
     def diverged(self) -> bool:
         """Whether the last attempt ended because loss or gradient were not finite."""
         return (self.failure() or "").startswith(DIVERGED)
 
-    def record_failure(self, reason: str | None) -> None:
-        """Write down why the run failed, or that it did not."""
+    def record_failure(self, reason: str | None, details: str = "") -> None:
+        """Write down why the run failed, and below it the details, or that it did not."""
         if reason is None:
             (self.folder / FAILURE).unlink(missing_ok=True)
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.folder / FAILURE, reason + "\n")
+            write_text(self.folder / FAILURE, f"{reason}\n\n{details}" if details else f"{reason}\n")
 
 
 def load_run(folder: Path | str) -> Run:
