@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 from tests.ops.inputs import integer_inputs, random_inputs
 from tests.ops.oracle import dense_attention
+from tra import Decoder, DecoderConfig
 from tra.bench.memory import peak_of_attention
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
@@ -402,22 +403,48 @@ def test_several_python_threads_at_once_get_their_own_results() -> None:
 
 
 def _in_child(queue) -> None:  # type: ignore[no-untyped-def]
-    inputs = language_like(2, 2, 200)
-    grad = torch.ones(2, 2, 200, 64)
+    # So few numbers that PyTorch's own operations, which hang after a fork, want one thread.
+    inputs = language_like(1, 2, 200)
+    grad = torch.ones(1, 2, 200, 64)
     queue.put([x.numpy().tobytes() for x in gradients(inputs, grad)])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_works_after_fork() -> None:
-    _ = gradients(language_like(2, 2, 200), torch.ones(2, 2, 200, 64))  # the parent's pool is running
+    _ = gradients(language_like(1, 2, 200), torch.ones(1, 2, 200, 64))  # the parent's pool is running
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_in_child, args=(queue,))
     child.start()
     found = queue.get(timeout=60)
     child.join()
-    expected = gradients(language_like(2, 2, 200), torch.ones(2, 2, 200, 64))
+    expected = gradients(language_like(1, 2, 200), torch.ones(1, 2, 200, 64))
     assert found == [x.numpy().tobytes() for x in expected]
+
+
+class _Attended(torch.utils.data.Dataset):
+    """Each item is what the operator and a model make of a seed."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        torch.manual_seed(index)
+        model = Decoder(DecoderConfig(9, layers=1, heads=2, width=256))
+        with torch.no_grad():
+            read = model(torch.randint(9, (4, 128)))
+        return torch.cat([run(*language_like(2, 2, 200, seed=index)).flatten(), read.flatten()])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_operator_and_models_work_in_the_workers_of_a_data_loader() -> None:
+    data = _Attended()
+    expected = [data[index] for index in range(2)]  # the parent's pool is running
+    loader = torch.utils.data.DataLoader(
+        data, num_workers=1, batch_size=None, multiprocessing_context="fork", timeout=60
+    )
+    for found, item in zip(loader, expected, strict=True):
+        assert_close(found, item)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
