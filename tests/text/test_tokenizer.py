@@ -296,8 +296,12 @@ def test_normalisers_as_published_tokenizers_have_them_are_taken(tmp_path: Path)
 def test_a_pattern_that_gives_up_is_one_error(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     tokenizer = load_tokenizer(str(stored_tokenizer(tmp_path, pre_tokenizer=split)), None, tmp_path)
-    with pytest.raises(ValueError, match=r"tokenizer must be one that can read the text, but it fails: .*retry-limit"):
+    with pytest.raises(ValueError, match=r"tokenizer must be one that works, but it fails: .*retry-limit"):
         encoded(tokenizer, "a" * 40 + "b")
+    model = {"continuing_subword_prefix": "x" * 9, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    folder = stored_tokenizer(tmp_path, model=model)
+    with pytest.raises(ValueError, match=f"that in {folder} is not: tokenizer must be one that works, but it fails: "):
+        load_tokenizer(str(folder), None, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["bpe-256", "bpe-0", "bpe-", "bpe-many", "bpe--300", "bpe-3e2"])

@@ -1,9 +1,10 @@
 """Text from a trained model, shown as it comes."""
 
-import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from transformers.utils import logging
 
 from tra.environment import best_device
 from tra.errors import RunError
+from tra.files import opened, read_json
 from tra.hub.config import TraConfig
 from tra.hub.export import as_pretrained
 from tra.hub.modeling import TraForCausalLM
 from tra.runs import Run
-from tra.text.growth import check_declared, check_measured
+from tra.text.growth import check_declared
+from tra.text.tokenizer import encoded, panics_caught
 
 
 def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
@@ -34,14 +37,18 @@ def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
     if not (folder / "tokenizer.json").exists():
         raise ValueError(f"run must have a tokenizer, but {folder} holds no tokenizer.json")
     try:
+        for path in folder.iterdir():
+            if not path.is_dir():
+                opened(path).close()  # what is no regular file would keep transformers waiting
         check_declared((folder / "tokenizer.json").read_bytes())
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+        kind = read_json(folder / "config.json").get("model_type")
         if kind != TraConfig.model_type:
             raise ValueError(f"the model is one of type {kind!r}, not of this package")
         exported, found = TraForCausalLM.from_pretrained(folder, output_loading_info=True)
         if unlike := sorted(found["missing_keys"] | found["unexpected_keys"]):
             raise ValueError(f"config.json and the weights do not belong together: {unlike[0]} is in one only")
-        its_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        with panics_caught():
+            its_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # what is damaged raises many kinds
         raise RunError(f"could not load {folder}: {(str(error).splitlines() or [''])[0]}") from error
     return exported.to(best_device()).eval(), its_tokenizer
@@ -57,8 +64,9 @@ def generate(
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        check_measured(backend, prompt)
-    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]  # as in training
+        encoded(backend, prompt)  # says what is wrong with a tokenizer from elsewhere
+    with _explained():
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]  # as in training
     if ids.shape[1] == 0:
         raise ValueError(f"prompt must have at least one token, got {prompt!r}")
     if not -(1 << 63) <= seed < 1 << 64:
@@ -69,7 +77,10 @@ def generate(
     mask = torch.ones_like(ids).to(model.device)
     began = time.perf_counter()
     checks = LogitsProcessorList([_check_scores])
-    out = model.generate(ids.to(model.device), attention_mask=mask, streamer=clock, logits_processor=checks, **options)
+    with _explained():
+        out = model.generate(
+            ids.to(model.device), attention_mask=mask, streamer=clock, logits_processor=checks, **options
+        )
     ended = time.perf_counter()
     new = out.shape[1] - ids.shape[1]
     one_by_one = (new - 1) / (ended - clock.first) if clock and new > 1 else None
@@ -81,6 +92,18 @@ def generate(
         "prompt_seconds": clock.first - began if clock else None,
         "tokens_per_second": one_by_one if clock else new / (ended - began),
     }
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Where a folder's generation_config.json or tokenizer_config.json says what cannot be, transformers raises errors
+    of any kind."""
+    try:
+        yield
+    except (OSError, RunError, ValueError):
+        raise
+    except Exception as error:
+        raise RunError(f"the prompt could not be continued: {(str(error).splitlines() or [''])[0]}") from error
 
 
 def _check_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -43,7 +44,8 @@ def load_tokenizer(name: str, source: Source | None, cache: Path) -> Tokenizer:
         return _trained(name, source, cache)
     folder = local(name) or Path(name)
     try:
-        found = _in_folder(folder)
+        with panics_caught():
+            found = _in_folder(folder)
     except Exception as error:  # the library raises nothing more special
         raise ValueError(f"tokenizer must be readable, but that in {folder} is not: {error}") from error
     if found is not None:
@@ -61,15 +63,22 @@ def load_tokenizer(name: str, source: Source | None, cache: Path) -> Tokenizer:
     )
 
 
+@contextmanager
+def panics_caught() -> Iterator[None]:
+    """Where the library gives up, a ValueError: what it raises itself is no Exception, and passes every handler."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"tokenizer must be one that works, but it fails: {error}") from error
+
+
 def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text, with nothing added; a ValueError where the tokenizer fails or makes far too much of it."""
-    try:
+    with panics_caught():
         check_measured(tokenizer, text)
         return tokenizer.encode(text, add_special_tokens=False).ids
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which is no Exception
-            raise
-        raise ValueError(f"tokenizer must be one that can read the text, but it fails: {error}") from error
 
 
 def taught(pieces: Iterable[str]) -> Iterator[str]:
@@ -130,7 +139,8 @@ def _trained(name: str, source: Source, cache: Path) -> Tokenizer:
                 stored = file.read()
             try:
                 check_declared(stored)
-                return Tokenizer.from_buffer(stored)
+                with panics_caught():
+                    return Tokenizer.from_buffer(stored)
             except Exception as error:  # the library raises nothing more special
                 say(f"{path} is made again: it is no intact tokenizer ({error})")
         tokenizer = _byte_level(models.BPE())
