@@ -60,6 +60,12 @@ def opened(path: Path) -> BufferedReader:
     return open(path, "rb")
 
 
+def read_text(path: Path) -> str:
+    """What a regular file holds; a ValueError unless that is UTF-8."""
+    with opened(path) as file:
+        return file.read().decode()
+
+
 def read_json(path: Path) -> Any:
     """What a file holds; a ValueError unless that is JSON."""
     with opened(path) as file:

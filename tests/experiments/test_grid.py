@@ -20,7 +20,7 @@ from tests.experiments.small import files_below, flip_flop
 from tra import plugins
 from tra.attention import MECHANISMS
 from tra.experiments.base import Cell
-from tra.experiments.grid import gpus, run_all, run_cell
+from tra.experiments.grid import gpus, run_all, run_cell, unfinished
 from tra.experiments.table1 import SMOKE
 from tra.progress import shown
 from tra.recipes import Recipe
@@ -174,6 +174,11 @@ def test_a_run_of_a_plugin_that_is_not_loaded_is_not_a_run_of_this_recipe(tmp_pa
     stored = one.folder / "recipe.json"
     stored.write_text(json.dumps({**json.loads(stored.read_text()), "plugins": ["somebody_elses"]}))
     assert one.results() is None
+    assert "the plug-in somebody_elses is needed and not loaded" in (one.problem() or "")
+    console = Console(file=io.StringIO(), width=500)
+    with shown(console):
+        assert unfinished([one]) == [one]
+    assert f"{one.label}: {one.problem()}" in console.file.getvalue()
     run_cell(one)
     assert "the plug-in somebody_elses is needed and not loaded" in (one.run.failure() or "")
 
@@ -311,6 +316,9 @@ def test_a_failure_of_an_unexpected_kind_is_named(tmp_path: Path, monkeypatch: p
     one = cell(tmp_path)
     run_cell(one)
     assert one.run.failure() == "KeyError: 'missing'"
+    first, blank, *details = (one.folder / "failure.txt").read_text().splitlines()
+    assert (first, blank, details[0]) == ("KeyError: 'missing'", "", "Traceback (most recent call last):")
+    assert any("in broken" in line for line in details)
 
 
 SCRIPT = """

@@ -182,6 +182,20 @@ def test_a_failure_is_kept_until_the_run_goes_well(tmp_path: Path) -> None:
     assert run.failure() is None
 
 
+def test_files_that_are_no_regular_ones_are_named_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "recipe.json")
+    with pytest.raises(OSError, match=r"Not a regular file: '.*/recipe\.json'"):
+        load_run(tmp_path)
+    (tmp_path / "recipe.json").unlink()
+    (tmp_path / "recipe.json").write_text(TINY.to_json())
+    for name in ("results.json", "failure.txt"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(RunError, match=r"results\.json could not be read: .*Not a regular file"):
+        load_run(tmp_path).measured()
+    with pytest.raises(OSError, match="Not a regular file"):
+        load_run(tmp_path).failure()
+
+
 def test_the_environment_has_an_entry_for_each_time_that_a_run_began_or_went_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,9 @@
 """Exact match and perplexity, by hand; what is stored of them, now and by version 0.1."""
 
+import base64
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,28 @@ def rows_of_before() -> list[tuple[type[Result], dict[str, Any]]]:
             elif "loss_by_position" in row:
                 found.append((Perplexity, row))
     return found
+
+
+@pytest.mark.parametrize(
+    "changes, wrong",
+    [
+        ({"tokens": "x"}, "tokens of a result must be a whole number, got 'x'"),
+        ({"loss": None}, "loss of a result must be a finite number, got None"),
+        ({"perplexity": 10**400}, "perplexity of a result must be a finite number, got 1000"),
+        ({"loss_by_position": [0.5, "x"]}, "loss_by_position of a result must be a finite number or None, got 'x'"),
+        ({"loss_by_position": {}}, "loss_by_position of a result must be of type list"),
+        ({"length": 10**30}, "length must be at most 99,999,999, got 1,000"),
+        ({"examples": -1}, "examples of a result must be at least 0, got -1"),
+        ({"parts": "x"}, "base64"),
+        ({"parts": packed(torch.zeros(3))}, "parts must be pairs of numbers"),
+        ({"parts": base64.b64encode(zlib.compress(bytes(1 << 27))).decode()}, "of at most 67,108,864 bytes"),
+    ],
+)
+def test_what_is_wrong_in_a_stored_result_is_named(changes: dict[str, Any], wrong: str) -> None:
+    text = Perplexity("valid", 8, None, None, 0.5, None, 8, 2, 30, 1.6, math.inf, 1.1, [0.5, None])
+    assert Perplexity.from_dict(text.to_dict()) == text
+    with pytest.raises(ValueError, match=wrong):
+        Perplexity.from_dict({**text.to_dict(), **changes})
 
 
 def test_what_version_01_stored_is_read() -> None:

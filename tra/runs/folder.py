@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from tra import plugins
 from tra.environment import best_device, environment, environment_of_run
 from tra.errors import RunError
-from tra.files import opened, read_json, remove_partial, write_json, write_text
+from tra.files import opened, read_json, read_text, remove_partial, write_json, write_text
 from tra.model import Decoder
 from tra.recipes import Recipe
 from tra.runs.checkpoint import Checkpoints, fitting
@@ -78,7 +78,7 @@ class Run:
         if not stored.exists():
             raise ValueError(f"run must be a folder that holds {RECIPE}, got {self.folder}")
         try:
-            return Recipe.from_json(stored.read_text(encoding="utf-8"))
+            return Recipe.from_json(read_text(stored))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{stored} is not a recipe that this version can read: {error}") from error
 
@@ -163,7 +163,7 @@ class Run:
             tokenizer, kept = task.tokenizer_json(), self.folder / TOKENIZER
             if not kept.exists():
                 write_text(kept, tokenizer)
-            elif kept.read_text(encoding="utf-8") != tokenizer:
+            elif read_text(kept) != tokenizer:
                 raise ValueError(
                     f"text must be that on which the run in {self.folder} began: it gives another tokenizer now"
                 )
@@ -244,7 +244,7 @@ class Run:
     def failure(self) -> str | None:
         """Why the last attempt failed, if it did."""
         reason = self.folder / FAILURE
-        return reason.read_text(encoding="utf-8").split("\n\n")[0].strip() if reason.exists() else None
+        return read_text(reason).split("\n\n")[0].strip() if reason.exists() else None
 
     @property
     def diverged(self) -> bool:

@@ -95,9 +95,23 @@ class Result(ABC):
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave, of this version or an earlier one, which stored neither stride nor parts."""
+        """What `to_dict` gave, of this version or an earlier one, which stored neither stride nor parts; a ValueError
+        if it is something else."""
         known = {field.name for field in fields(cls)}
-        return cls(**{"stride": None, "parts": None, **{name: x for name, x in dict(stored).items() if name in known}})
+        found = {"stride": None, "parts": None, **{name: x for name, x in dict(stored).items() if name in known}}
+        result = cls(**found)
+        hints = get_type_hints(cls)
+        for name, value in found.items():
+            each = value if isinstance(value, list) else [value]
+            for entry, annotation in [(value, hints[name]), *((x, float | None) for x in each if x is not value)]:
+                infinite = isinstance(entry, float) and not math.isfinite(entry)  # which a perplexity may be
+                if wrong := mismatch(0.0 if infinite else entry, annotation):
+                    raise ValueError(f"{name} of a result must be {wrong}")
+        Evaluation(result.set, result.length, result.examples, result.stride)  # raises what is wrong
+        if (result.examples or 0) < 0:
+            raise ValueError(f"examples of a result must be at least 0, got {result.examples}")
+        result.split()
+        return result
 
 
 @dataclass(frozen=True)
@@ -233,6 +247,10 @@ def _perplexity(loss: float, number: int) -> float:
         return math.inf
 
 
+MOST_PACKED = 1 << 26
+"""Bytes: those of eight million sequences."""
+
+
 def packed(numbers: Tensor) -> str:
     """Numbers as a short text, for JSON: float32, compressed."""
     raw = numbers.flatten().contiguous().view(torch.uint8).tolist() if numbers.numel() else []
@@ -241,5 +259,11 @@ def packed(numbers: Tensor) -> str:
 
 def unpacked(text: str) -> Tensor:
     """What `packed` was given, flat."""
-    raw = bytearray(zlib.decompress(base64.b64decode(text)))
+    unpacking = zlib.decompressobj()
+    try:
+        raw = bytearray(unpacking.decompress(base64.b64decode(text), MOST_PACKED))
+    except zlib.error as error:
+        raise ValueError(f"parts must be numbers as `packed` writes them: {error}") from error
+    if len(raw) % 8 or not unpacking.eof:
+        raise ValueError(f"parts must be pairs of numbers, of at most {MOST_PACKED:,} bytes")
     return torch.frombuffer(raw, dtype=torch.float32) if raw else torch.empty(0)
