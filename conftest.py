@@ -1,4 +1,6 @@
 import os
+import sys
+from collections.abc import Iterator
 
 # A compiled graph cached by an earlier state of the code would be tested instead of this one.
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
@@ -17,6 +19,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _path_restored() -> Iterator[None]:
+    """A plug-in's folder joins the path, where its modules would be found by every later test."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(autouse=True)
