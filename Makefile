@@ -1,5 +1,6 @@
 # make demo   set-up, then the demonstration         make lint     style and types
 # make test   set-up, then lint and all tests        make format   let ruff rewrite
+# make fuzz   the attacks of tests/fuzz with FUZZ_FACTOR (40) times as many inputs, new ones every time
 # make sanitize   the operator's tests with the kernel under AddressSanitizer and UBSan (gcc)
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format sanitize setup
+.PHONY: demo test lint format fuzz sanitize setup
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -24,6 +25,11 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+FUZZ_FACTOR ?= 40
+
+fuzz: setup
+	FUZZ_FACTOR=$(FUZZ_FACTOR) $(BIN)/python -m pytest tests/fuzz
 
 SANITIZED := build/sanitized
 
