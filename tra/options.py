@@ -7,8 +7,10 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+LONGEST = 1 << 24
+"""Of sequences: the kernel counts so many keys."""
 MOST = 99_999_999
-"""Of any length or number: far beyond what is ever asked for, and the folders of checkpoints have eight digits."""
+"""Of anything else: far beyond what is ever asked for, and the folders of checkpoints have eight digits."""
 
 
 class Option(NamedTuple):

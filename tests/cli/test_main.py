@@ -118,16 +118,14 @@ def test_arguments_that_are_no_utf8_are_one_line(capsys: Captured) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--model.width", "1048576", "--model.heads", "4"], ["--batch", "99999999"], ["--length", "99999999"]],
-    ids=["width", "batch", "length"],
+    [["--model.width", "1048576", "--model.heads", "4"], ["--batch", "99999999"]],
+    ids=["width", "batch"],
 )
 def test_what_has_no_room_in_memory_is_refused_before_it_is_made(
     arguments: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     error = fails(["train", "flip-flop-small", "--output", str(tmp_path / "run"), *arguments], capsys)
-    assert re.search(
-        r"must fit into memory: it takes at least [\d.e+]+ GB, and this machine has [\d.]+$", error
-    ) or error.startswith("out of memory")
+    assert re.search(r"must fit into memory: it takes at least [\d.e+]+ GB, and this machine has [\d.]+$", error)
     assert not (tmp_path / "run").exists()
 
 

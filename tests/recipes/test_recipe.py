@@ -193,6 +193,8 @@ def test_the_caller_cannot_change_a_recipes_options_afterwards() -> None:
             for name in ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints")
         ),
         ({"steps": 10**30}, "steps must be at most 99,999,999, got 1,000,"),
+        ({"batch": 10**30}, "batch must be at most 99,999,999, got 1,000,"),
+        ({"length": 10**12}, "length must be at most 16,777,216, got 1,000,000,000,000"),
         ({"steps": "2"}, "steps must be a whole number, got '2'"),
         ({"seed": None}, "seed must be a whole number, got None"),
         ({"examples": 2.5}, "examples must be a whole number or None, got 2.5"),

@@ -130,7 +130,7 @@ def rows_of_before() -> list[tuple[type[Result], dict[str, Any]]]:
         ({"perplexity": 10**400}, "perplexity of a result must be a finite number, got 1000"),
         ({"loss_by_position": [0.5, "x"]}, "loss_by_position of a result must be a finite number or None, got 'x'"),
         ({"loss_by_position": {}}, "loss_by_position of a result must be of type list"),
-        ({"length": 10**30}, "length must be at most 99,999,999, got 1,000"),
+        ({"length": 10**30}, "length must be at most 16,777,216, got 1,000"),
         ({"examples": -1}, "examples of a result must be at least 0, got -1"),
         ({"parts": "x"}, "base64"),
         ({"parts": packed(torch.zeros(3))}, "parts must be pairs of numbers"),

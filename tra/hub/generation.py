@@ -26,6 +26,7 @@ from tra.text.tokenizer import encoded, panics_caught
 def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run or of an exported folder. Runs no code that the folder holds."""
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what is wrong is said in one line
     run = Run(folder)
     if run.exists:
         model, tokenizer = as_pretrained(run)

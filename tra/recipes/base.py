@@ -10,7 +10,7 @@ import tyro
 
 from tra import plugins
 from tra.model import DecoderConfig
-from tra.options import MOST, among, mismatch
+from tra.options import LONGEST, MOST, among, mismatch
 from tra.tasks import Evaluation, Task, build_task
 
 COUNTS = ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints")
@@ -70,8 +70,9 @@ class Recipe:
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-            if getattr(self, name) > MOST:
-                raise ValueError(f"{name} must be at most {MOST:,}, got {getattr(self, name):,}")
+            most = LONGEST if name == "length" else MOST
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {getattr(self, name):,}")
         if not 0.0 <= self.warmup <= 1.0:
             raise ValueError(f"warmup must be a share of the steps in [0, 1], got {self.warmup!r}")
         if not 0.0 <= self.beta2 < 1.0:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 import torch
 from torch import Tensor
 
-from tra.options import MOST, mismatch
+from tra.options import LONGEST, MOST, mismatch
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Evaluation:
             wrong = mismatch(value, annotation)
             if wrong is not None:
                 raise ValueError(f"{name} of an evaluation must be {wrong}")
-            if isinstance(value, int) and value > MOST:
-                raise ValueError(f"{name} must be at most {MOST:,}, got {value:,}")
+            most = LONGEST if name == "length" else MOST
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
 
 
 class Prediction(NamedTuple):
