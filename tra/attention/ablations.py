@@ -43,7 +43,7 @@ class OrdinaryDistanceAttention(GatedAttention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
-        scores = dense_scores(query, key)
+        scores = dense_scores(query, key, context)
         kept = context.visible(query, key) & (scores > self.threshold)
         logits = scores + self.log_gate(x).to(scores.dtype)[..., None] * (distances(query, key) + 1)
         return dense_mix(dense_softmax(logits, kept), value, self.active_dropout(context))

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,22 @@ from torch import Tensor, nn
 
 from tra.attention.cache import Cache
 from tra.ops.visibility import check_masks, visible_keys
+
+
+class Terms(NamedTuple):
+    """What a rule computed its weights from: the scores ``scale * query . key``, and what it did with them."""
+
+    query: Tensor
+    """``[B, Hq, L, D]``."""
+    key: Tensor
+    """``[B, Hkv, L, D]``."""
+    scale: float
+    bias: Tensor | None = None
+    """Added to the scores, broadcast to ``[B, Hq, L, L]``."""
+    threshold: float | None = None
+    """A key is kept when its score is greater; None keeps all."""
+    log_gate: Tensor | None = None
+    """``[B, Hq, L]``: what each step of distance, counted among the keys kept, adds to a score."""
 
 
 class Context(NamedTuple):
@@ -31,6 +47,8 @@ class Context(NamedTuple):
     """``[B, cached + L]`` integers that keep packed documents apart."""
     exact: bool = False
     """The rule itself: no dropout, and nothing left out to save time."""
+    terms: list[Terms] | None = None
+    """Where the rule leaves its terms, for who looks into it."""
     checked: bool = False
     """Whether `fitting` has been called. A decoder does that once, for all its layers."""
 
@@ -54,6 +72,11 @@ class Context(NamedTuple):
     def remember(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors of all tokens so far, given those of the new ones."""
         return tensors if self.cache is None else self.cache.append(*tensors)
+
+    def note(self, *terms: Any) -> None:
+        """Leave the :class:`Terms` of the rule, if anybody asked for them."""
+        if self.terms is not None:
+            self.terms.append(Terms(*terms))
 
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Which of all keys each new query may see, ``[B or 1, 1, Lq, Lk]``."""
@@ -182,6 +205,7 @@ def causal_softmax_attention(
 
     ``bias``, broadcast to ``[B, Hq, Lq, Lk]``, is added to the scores.
     """
+    context.note(query, key, 1 / math.sqrt(query.shape[3]), bias)
     queries, keys = query.shape[2], key.shape[2]
     masked = any(x is not None for x in (bias, context.key_mask, context.segment_ids))
     is_causal, mask = False, None

@@ -33,7 +33,7 @@ class ContextualPositionAttention(Attention):
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
         visible = context.visible(query, key)
-        scores = dense_scores(query, key)
+        scores = dense_scores(query, key, context)
         position = sum_from_right(scores.sigmoid().masked_fill(~visible, 0.0))
         position = position.clamp(max=self.embedding.shape[1] - 1)
         below = position.floor()

@@ -6,9 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tra.attention.base import Context
 
-def dense_scores(query: Tensor, key: Tensor) -> Tensor:
+
+def dense_scores(query: Tensor, key: Tensor, context: Context) -> Tensor:
     """Scaled products ``[B, Hq, Lq, Lk]``, in at least float32."""
+    context.note(query, key, 1 / math.sqrt(query.shape[3]))
     return full_product(query, _shared_by_groups(key, query.shape[1]).mT) / math.sqrt(query.shape[3])
 
 

@@ -26,7 +26,7 @@ class SelectiveAttention(RotaryAttention):
         masked = torch.zeros(query.shape[0], 1, query.shape[2], dtype=dtype, device=query.device)
         key, value, masked = context.remember(key, value, masked)
         visible = context.visible(query, key)
-        scores = dense_scores(query, key)
+        scores = dense_scores(query, key, context)
 
         can_mask = visible & (distances(query, key) != 0) & (visible.cumsum(dim=-1) != 1)
         if context.key_mask is not None:  # padding masks nothing

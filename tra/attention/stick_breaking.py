@@ -17,7 +17,7 @@ class StickBreakingAttention(Attention):
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
         visible = context.visible(query, key) & (distances(query, key) != 0)
-        scores = dense_scores(query, key)
+        scores = dense_scores(query, key, context)
         log_left = F.logsigmoid(-scores).masked_fill(~visible, 0.0)
         log_weights = F.logsigmoid(scores) + sum_from_right(log_left) - log_left
         return dense_mix(log_weights.exp().masked_fill(~visible, 0.0), value, self.active_dropout(context))

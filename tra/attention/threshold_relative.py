@@ -47,11 +47,13 @@ class OperatorAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
+        log_gate = self.log_gate(x)
+        context.note(query, key, 1 / math.sqrt(self.head_width), None, self.threshold, log_gate)
         return threshold_relative_attention(
             query,
             key,
             value,
-            self.log_gate(x),
+            log_gate,
             key_mask=context.key_mask,
             segment_ids=context.segment_ids,
             threshold=self.threshold,

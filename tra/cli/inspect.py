@@ -10,10 +10,13 @@ import tyro
 from tra.cli.options import Common, parse
 from tra.cli.texts import or_file
 
+PAGE = "explorer.html"
+
 
 @dataclass(frozen=True)
 class Inspect(Common):
-    """Draw a run's attention on one sequence, white where it is exactly null, and summarise every head."""
+    """Draw a run's attention on one sequence, white where it is exactly null, and summarise every head; or make a page
+    of it to look around in."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
@@ -23,33 +26,38 @@ class Inspect(Common):
     """Of a task's sequence, in its unit."""
     output: Path | None = None
     """Folder to write; RUN/inspection by default."""
-    figures: tuple[str, ...] = ("png",)
-    """Formats of the figure: png, svg, pdf."""
+    html: bool = False
+    """Write explorer.html, a page for the browser that needs nothing else, in place of a figure."""
+    beside: Path | None = None
+    """Another run to show beside it on the same sequence, with --html."""
+    figures: tuple[str, ...] = ()
+    """Formats of the figure: png, svg, pdf; png by default, and none with --html."""
     json: bool = False
     """Print JSON."""
 
 
 def run(arguments: list[str]) -> int:
     options = parse(Inspect, arguments, "inspect")
-    from tra.report.inspection import MOST_TOKENS, write_inspection
+    if options.beside is not None and not options.html:
+        raise ValueError("beside must be given with --html: figures show one run")
+    from tra.report.exploring import explorer, read_with
+    from tra.report.inspection import write_heads, write_inspection
     from tra.runs import load_run
-    from tra.tasks import ReadsText
 
     found = load_run(options.run)
-    task = found.task
-    if not 1 <= options.length <= MOST_TOKENS:
-        raise ValueError(f"length must be between 1 and {MOST_TOKENS}, got {options.length}")
-    if options.text is None:
-        tokens, symbols = task.example(options.length)
-    elif isinstance(task, ReadsText):
-        tokens, symbols = task.read(or_file(options.text, "text"))
-    else:
-        raise ValueError(f"text must be left out: {options.run} was trained on {found.recipe.task}")
+    text = None if options.text is None else or_file(options.text, "text")
+    tokens, symbols = read_with(found, text, options.length)
     folder = options.output or found.inspection
-    content = write_inspection(found.model, tokens, symbols, folder, options.figures)
+    if options.figures or not options.html:
+        content = write_inspection(found.model, tokens, symbols, folder, options.figures or ("png",))
+    if options.html:
+        others = [] if options.beside is None else [load_run(options.beside)]
+        page = explorer(found, *others, text=text, length=options.length)
+        page.save(folder / PAGE)
+        content = write_heads(found.recipe.model.label, next(iter(page.heads.values())), symbols, folder)
     if options.json:
         print(json.dumps(content, indent=2))
     else:
         print((folder / "heads.md").read_text())
-        print(folder)
+        print(folder / PAGE if options.html else folder)
     return 0

@@ -1,7 +1,8 @@
-"""Tables, figures and inspections: from stored results and trained models, never from training."""
+"""Tables, figures, inspections and pages: from stored results and trained models, never from training."""
 
+from tra.report.exploring import Explorer, explore, explorer
 from tra.report.figures import save_figure
 from tra.report.records import Record
 from tra.report.tables import Table
 
-__all__ = ["Record", "Table", "save_figure"]
+__all__ = ["Explorer", "Record", "Table", "explore", "explorer", "save_figure"]

@@ -102,16 +102,23 @@ def write_inspection(
 ) -> dict[str, Any]:
     """`attention` in each format, `heads.md` and `heads.json` of a model on one sequence."""
     if len(tokens) > MOST_TOKENS:
-        raise ValueError(f"text must have at most {MOST_TOKENS} tokens to be drawn, got {len(tokens)}")
+        raise ValueError(
+            f"text must have at most {MOST_TOKENS} tokens to be drawn, got {len(tokens)}; --html shows longer ones"
+        )
     for kind in formats:
         lookup(dict.fromkeys(FORMATS), kind, "figures")
     heads, weights = inspect_heads(model, tokens)
     label = model.config.label
-    content = {"attention": label, "tokens": list(symbols), "heads": [asdict(head) for head in heads]}
     folder.mkdir(parents=True, exist_ok=True)
     figure = attention_heatmap({label: weights}, symbols)
     for kind in formats:
         save_figure(figure, folder / f"attention.{kind}")
+    return write_heads(label, heads, symbols, folder)
+
+
+def write_heads(label: str, heads: Sequence[Head], symbols: Sequence[str], folder: Path) -> dict[str, Any]:
+    """`heads.md` and `heads.json`; returns what the latter holds."""
+    content = {"attention": label, "tokens": list(symbols), "heads": [asdict(head) for head in heads]}
     write_text(folder / "heads.md", heads_table(heads).markdown())
     write_json(folder / "heads.json", content)
     return content

@@ -1,0 +1,142 @@
+// Rows of attention from the arrays in the page. What is stored, and why, is said in tra/report/packing.py.
+
+const KINDS = {
+  float64: Float64Array,
+  float32: Float32Array,
+  int16: Int16Array,
+  int8: Int8Array,
+  uint32: Uint32Array,
+  uint16: Uint16Array,
+  uint8: Uint8Array,
+};
+const LEAST = 2 ** -149; // the smallest float32
+const ROWS_KEPT = 600;
+
+function decoded(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64).buffer;
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes.buffer;
+}
+
+function reader(buffer) {
+  return (place) => (place ? new KINDS[place.type](buffer, place.at, place.length) : null);
+}
+
+function fromBfloat16(code) {
+  const view = new DataView(new ArrayBuffer(4));
+  view.setUint32(0, code << 16);
+  return view.getFloat32(0);
+}
+
+class Layer {
+  constructor(packed, length, read) {
+    this.heads = packed.heads;
+    this.length = length;
+    this.error = packed.error;
+    this.small = read(packed.small);
+    this.gates = read(packed.gates);
+    this.weights = read(packed.weights);
+    this.query = read(packed.query);
+    this.key = read(packed.key);
+    this.factors = packed.factors ? packed.factors.map(read) : null;
+    this.scale = packed.scale;
+    this.threshold = packed.threshold ?? null;
+    this.logGate = read(packed.log_gate);
+    this.byDistance = read(packed.by_distance);
+    this.byKey = read(packed.by_key);
+    this.keeps = this.exceptions(packed.keeps, read);
+    this.nulls = this.exceptions(packed.nulls, read);
+    this.rows = new Map();
+  }
+
+  // For each head a map from a place in its matrix to what is true there.
+  exceptions(packed, read) {
+    if (!packed) return null;
+    const pairs = read(packed.pairs);
+    return this.heads.map((_, head) => {
+      const found = new Map();
+      for (let at = packed.begins[head]; at < packed.begins[head + 1]; at++) {
+        const row = Math.floor(Math.floor(pairs[at] / 2) / this.length);
+        const key = Math.floor(pairs[at] / 2) % this.length;
+        if (!found.has(row)) found.set(row, []);
+        found.get(row).push([key, pairs[at] % 2]);
+      }
+      return found;
+    });
+  }
+
+  get hasScores() { return this.query !== null; }
+  get hasDistance() { return this.logGate !== null && this.gates !== null; }
+  keepsSome(head) { return this.threshold !== null || this.heads[head].kept < 1; }
+  gate(head, token) { return this.gates === null ? null : this.gates[head * this.length + token]; }
+
+  // Of a query: scores, whether each key is kept, its distance among the keys kept, and its weight.
+  row(head, query) {
+    const place = head * this.length + query;
+    let found = this.rows.get(place);
+    if (!found) {
+      found = this.computed(head, query);
+      if (this.rows.size >= ROWS_KEPT) this.rows.delete(this.rows.keys().next().value);
+      this.rows.set(place, found);
+    }
+    return found;
+  }
+
+  computed(head, query) {
+    const scores = this.hasScores ? this.scores(head, query) : null;
+    if (this.weights) return this.stored(head, query, scores);
+    const kept = new Uint8Array(query + 1).fill(1);
+    if (this.threshold !== null) {
+      for (let key = 0; key <= query; key++) kept[key] = scores[key] > this.threshold ? 1 : 0;
+      for (const [key, value] of this.keeps?.[head].get(query) ?? []) kept[key] = value;
+    }
+    const distance = new Int32Array(query + 1);
+    const logits = new Float64Array(query + 1);
+    const gate = this.logGate ? this.logGate[head * this.length + query] : 0;
+    const offset = (array) => (head % (array.length / this.length)) * this.length;
+    let count = 0;
+    let most = -Infinity;
+    for (let key = query; key >= 0; key--) {
+      count += kept[key];
+      distance[key] = count;
+      let logit = scores[key];
+      if (this.byDistance) logit += this.byDistance[offset(this.byDistance) + query - key];
+      if (this.byKey) logit += this.byKey[offset(this.byKey) + key];
+      logits[key] = logit + gate * (count - 1);
+      if (kept[key] && logits[key] > most) most = logits[key];
+    }
+    const exact = logits.map((logit, key) => (kept[key] ? Math.exp(logit - most) : 0));
+    const total = exact.reduce((sum, weight) => sum + weight, 0);
+    const weights = Float32Array.from(exact, (weight) => (total > 0 ? weight / total : 0));
+    for (const [key, value] of this.nulls?.[head].get(query) ?? []) {
+      weights[key] = value ? Math.max(weights[key], LEAST) : 0;
+    }
+    return { scores, kept, distance: this.hasDistance ? distance : null, weights };
+  }
+
+  stored(head, query, scores) {
+    const start = (head * this.length * (this.length + 1)) / 2 + (query * (query + 1)) / 2;
+    const slice = this.weights.subarray(start, start + query + 1);
+    const weights = slice instanceof Uint16Array ? Float32Array.from(slice, fromBfloat16) : slice;
+    return { scores, kept: Uint8Array.from(weights, (weight) => (weight !== 0 ? 1 : 0)), distance: null, weights };
+  }
+
+  scores(head, query) {
+    const heads = this.heads.length;
+    const width = this.query.length / (heads * this.length);
+    const keyHeads = this.key.length / (width * this.length);
+    const keyHead = Math.floor((head * keyHeads) / heads);
+    const own = (head * this.length + query) * width;
+    const factor = this.factors ? this.scale * this.factors[0][head * this.length + query] : this.scale;
+    const scores = new Float64Array(query + 1);
+    for (let key = 0; key <= query; key++) {
+      const other = (keyHead * this.length + key) * width;
+      let sum = 0;
+      for (let d = 0; d < width; d++) sum += this.query[own + d] * this.key[other + d];
+      scores[key] = sum * factor * (this.factors ? this.factors[1][keyHead * this.length + key] : 1);
+    }
+    return scores;
+  }
+}

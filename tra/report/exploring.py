@@ -1,0 +1,127 @@
+"""The explorer: a model's attention on one sequence as a page to look around in, opened in a browser or a notebook."""
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tra.attention import Attention
+from tra.files import write_text
+from tra.model import Block, Decoder
+from tra.report.colours import NULL, SMALLEST_SHOWN, STEPS
+from tra.report.inspection import Head
+from tra.report.packing import Arrays, Precision, pack_layer
+from tra.report.pages import asset, page
+from tra.runs import Run, load_run
+from tra.tasks import ReadsText
+from tra.version import __version__
+
+STYLES = ("base.css", "explorer.css")
+SCRIPTS = ("dom.js", "rows.js", "maps.js", "explorer.js")
+MOST_MODELS = 2
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """A page. In a notebook it is shown as the value of a cell."""
+
+    html: str
+    heads: Mapping[str, Sequence[Head]]
+    """Of each model, every head's summary."""
+
+    def save(self, path: Path | str) -> Path:
+        """Write the page, whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, self.html)
+        return path
+
+    def _repr_html_(self) -> str:
+        """A frame of its own, so that the page and the notebook leave each other alone."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
+            'style="width: 100%; height: 52rem; border: 1px solid #8884; border-radius: 8px"></iframe>'
+        )
+
+
+def explorer(*runs: Run | Path | str, text: str | None = None, length: int = 32) -> Explorer:
+    """The attention of a run, or of two beside each other, on one sequence.
+
+    Args:
+        runs: one or two runs, or their folders.
+        text: what runs on text are to read; without it, and for other runs, it is a sequence of their task.
+        length: of a task's sequence, in its unit.
+
+    Example::
+
+        page = tra.report.explorer("runs/demo/runs/flip_flop/tra/0", "runs/demo/runs/flip_flop/rope/0")
+        page.save("explorer.html")
+    """
+    found = [run if isinstance(run, Run) else load_run(run) for run in runs]
+    if not 1 <= len(found) <= MOST_MODELS:
+        raise ValueError(f"runs must be one or two, got {len(found)}")
+    readings = [read_with(run, text, length) for run in found]
+    if any(not torch.equal(readings[0][0], tokens) for tokens, _ in readings[1:]):
+        raise ValueError(f"runs must read the same tokens to be compared: {found[0]} and {found[1]} do not")
+    labels = [run.recipe.model.label for run in found]
+    if len(set(labels)) < len(labels):  # two seeds, say
+        labels = [f"{label} ({run.folder.name})" for label, run in zip(labels, found, strict=True)]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label} {number}" for number, label in enumerate(labels, 1)]
+    return explore(dict(zip(labels, (run.model for run in found), strict=True)), *readings[0])
+
+
+def read_with(run: Run, text: str | None, length: int) -> tuple[Tensor, list[str]]:
+    """A sequence ``[L]`` for a run, and each of its tokens written out: a text, or an example of its task."""
+    task = run.task
+    if text is None:
+        return task.example(length)
+    if not isinstance(task, ReadsText):
+        raise ValueError(f"text must be left out: {run.folder} was trained on {run.recipe.task}")
+    return task.read(text)
+
+
+def explore(models: Mapping[str, Decoder], tokens: Tensor, symbols: Sequence[str]) -> Explorer:
+    """The attention of models, by name, on one sequence ``[L]`` whose tokens are written as ``symbols``."""
+    if not 1 <= len(models) <= MOST_MODELS:
+        raise ValueError(f"models must be one or two, got {len(models)}")
+    if len(tokens) < 1 or len(tokens) != len(symbols):
+        raise ValueError(f"symbols must be one for each of at least one token, got {len(symbols)} for {len(tokens)}")
+    arrays = Arrays()
+    attentions = [attention for model in models.values() for attention in _attentions(model)]
+    precision = Precision.fitting(attentions, len(tokens))
+    packed = {label: _packed(model, tokens, precision, arrays) for label, model in models.items()}
+    data = {
+        "tra": __version__,
+        "tokens": list(symbols),
+        "colours": {"null": NULL, "steps": STEPS, "smallest": SMALLEST_SHOWN},
+        "models": [{"label": label, "layers": layers} for label, (_, layers) in packed.items()],
+    }
+    title = f"Attention of {' beside '.join(models)}"
+    text = page(title, asset("explorer.html"), styles=STYLES, scripts=SCRIPTS, data=data, arrays=arrays.content)
+    return Explorer(text, {label: heads for label, (heads, _) in packed.items()})
+
+
+def _attentions(model: Decoder) -> list[Attention]:
+    return [block.attention for block in model.blocks if isinstance(block, Block)]
+
+
+@torch.inference_mode()
+def _packed(
+    model: Decoder, tokens: Tensor, precision: Precision, arrays: Arrays
+) -> tuple[list[Head], list[dict[str, Any]]]:
+    """Every head, and what the page needs of each layer."""
+    streams: list[Tensor] = []
+    row = tokens[None].to(model.head.weight.device)
+    model.hidden_from(model.embedded(row), streams=streams)
+    heads, layers = [], []
+    for layer, (block, stream) in enumerate(zip(model.blocks, streams, strict=True)):
+        assert isinstance(block, Block)
+        found, packed = pack_layer(layer, block.attention, block.attention_norm(stream), precision, arrays)
+        heads += found
+        layers.append(packed)
+    return heads, layers
