@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 
 from tests.faults import full_disk
 from tests.report.measured import matches, perplexities
-from tra.report import save_figure
+from tra.report import figures, save_figure
 from tra.report.figures import (
     attention_heatmap,
-    heatmap_colours,
     heatmap_values,
     measure_by_length,
     perplexity_by_window,
@@ -23,14 +22,42 @@ from tra.report.figures import (
 )
 
 
-def test_exact_zero_is_white_and_the_smallest_weight_is_not() -> None:
-    matrix = torch.tensor([[1.0, 0.0], [1e-30, 1.0]])
-    values = heatmap_values(matrix)
-    assert values.isnan().tolist() == [[False, True], [False, False]]
-    colours = heatmap_colours()
-    assert colours(numpy.ma.masked_invalid(values.numpy()))[0, 1].tolist() == [1, 1, 1, 1]
-    palette = colours(numpy.linspace(0, 1, 256))[:, :3]
-    assert palette.min(axis=1).max() < 0.9  # white itself is not on the scale
+def drawn_cells(matrix: torch.Tensor, folder: Path) -> numpy.ndarray:
+    """The colour in the middle of each cell of a heatmap, ``[L, L, 3]`` from 0 to 1."""
+    figure = attention_heatmap({"TRA": [matrix[None]]}, ["a"] * len(matrix))
+    save_figure(figure, folder / "heatmap.png")
+    image = matplotlib.image.imread(folder / "heatmap.png")[..., :3]
+    places = numpy.stack(numpy.meshgrid(*[numpy.arange(len(matrix))] * 2), axis=-1).reshape(-1, 2)
+    dots = figure.axes[0].transData.transform(places) * 160 / figure.dpi
+    colours = image[image.shape[0] - 1 - dots[:, 1].astype(int), dots[:, 0].astype(int)]
+    return colours.reshape(len(matrix), len(matrix), 3)
+
+
+@pytest.mark.parametrize("most_shapes", [50_000, 0], ids=["shapes", "image"])
+def test_white_is_exactly_zero_and_dark_is_strong(
+    most_shapes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MOST_SHAPES", most_shapes)
+    matrix = torch.tensor([[1.0, 0, 0, 0], [0, 1e-30, 0, 0], [1e-3, 0, 1e-2, 0], [0.1, 1e-4, 0, 1.0]])
+    colours = drawn_cells(matrix, tmp_path)
+    white = (colours == 1.0).all(axis=-1)
+    assert white.tolist() == ((matrix == 0) & torch.ones(4, 4).tril().bool()).tolist(), "nor is what comes later"
+    by_strength = [colours[place].sum() for place in ((1, 1), (2, 0), (2, 2), (3, 0), (0, 0))]
+    assert by_strength == sorted(by_strength, reverse=True)
+    assert colours[1, 1].min() < 0.8, "the palest is not nearly white"
+    assert colours[0, 0].max() < 0.3
+    assert (colours[1, 1] == colours[3, 1]).all(), "what is smaller than the smallest shown looks like it"
+
+
+def test_a_heatmap_is_vectors_with_a_legend_that_says_what_white_is(tmp_path: Path) -> None:
+    figure = attention_heatmap({"TRA": [torch.eye(9)[None]]}, list("abcdefghi"))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["exactly 0", "after the query"]
+    assert figure.axes[-1].get_ylabel() == "size of the attention weight (white: exactly 0)"
+    save_figure(figure, tmp_path / "heatmap.svg")
+    root = xml.etree.ElementTree.parse(tmp_path / "heatmap.svg").getroot()
+    assert not list(root.iter("{http://www.w3.org/2000/svg}image"))
+    save_figure(figure, tmp_path / "heatmap.pdf")
+    assert b"/Subtype /Image" not in (tmp_path / "heatmap.pdf").read_bytes()
 
 
 def test_a_negative_weight_is_drawn_by_its_size() -> None:

@@ -16,11 +16,13 @@ from tra.environment import best_device, environment
 from tra.errors import RunError
 from tra.experiments.base import Outcome
 from tra.experiments.perform import Request
+from tra.experiments.reporting import write_report
 from tra.files import write_json, write_text
 from tra.lookup import lookup
 from tra.model import DecoderConfig, sized
 from tra.progress import say
 from tra.report.figures import cost_by_attention, save_figure
+from tra.report.reporting import Report, as_svg, machine
 from tra.report.tables import Table, latex
 
 RESULTS = "results.json"
@@ -81,7 +83,10 @@ class Cost:
         if not rows:
             raise RunError(f"nothing has been measured of {', '.join(names)} in {request.folder} yet")
         failures = {f"{row['size']} {row['attention']}": row["failure"] for row in rows if "failure" in row}
-        return Outcome([], [], failures, request.folder, _show(rows, request), {**content, "results": rows})
+        table, figure = cost_table(rows), _show(rows, request)
+        facts = {"command": content["command"], "machine": machine(content["environment"])}
+        write_report(request.folder, Report("cost", facts, [table], figure, failures))
+        return Outcome([], [], failures, request.folder, table.markdown(), {**content, "results": rows})
 
     def plan(self, request: Request) -> Table:
         """A row for each size of model: what a step is, and how long its comparisons take."""
@@ -155,18 +160,19 @@ def measure(steps: Sequence[Step], names: Sequence[str]) -> list[dict[str, Any]]
     return rows
 
 
-def _show(rows: Sequence[Mapping[str, Any]], request: Request) -> str:
-    """Write table and figure; returns the table as Markdown."""
+def _show(rows: Sequence[Mapping[str, Any]], request: Request) -> dict[str, str]:
+    """Write table and figure; returns the figure as SVG, by its name, if there is one."""
     table = cost_table(rows)
     write_text(request.folder / "table.md", table.markdown())
     write_text(request.folder / "table.tex", latex([table]))
     measured = [row for row in rows if "failure" not in row]
-    if measured:
-        with matplotlib.style.context(request.style or []):
-            figure = cost_by_attention(measured)
-            for kind in request.formats:
-                save_figure(figure, request.folder / f"cost.{kind}")
-    return table.markdown()
+    if not measured:
+        return {}
+    with matplotlib.style.context(request.style or []):
+        figure = cost_by_attention(measured)
+        for kind in request.formats:
+            save_figure(figure, request.folder / f"cost.{kind}")
+        return {"cost": as_svg(figure)}
 
 
 def cost_table(rows: Sequence[Mapping[str, Any]]) -> Table:

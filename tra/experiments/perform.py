@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
@@ -15,13 +15,15 @@ from tra.errors import RunError
 from tra.experiments.base import Cell, Experiment, Outcome, outcome_of
 from tra.experiments.cluster import CLUSTERS, run_on_cluster
 from tra.experiments.grid import run_all
+from tra.experiments.reporting import final_report, live_report, write_report
 from tra.experiments.tuning import Losses, chosen_settings, tuning_evidence, tuning_losses, tuning_table
 from tra.files import write_json, write_text
 from tra.lookup import lookup
 from tra.progress import say
 from tra.recipes import Recipe
 from tra.report.figures import FORMATS, save_figure, styled
-from tra.report.tables import comparison_csv, latex, markdown
+from tra.report.reporting import as_svg
+from tra.report.tables import Table, comparison_csv, latex, markdown
 from tra.tasks import Result
 
 
@@ -125,7 +127,9 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         }
         shown = _show(experiment, outcome, losses, request)
         write_json(stored, content)
-    return replace(outcome, failures=failures, folder=request.folder, shown=shown, content=content)
+        report = final_report(experiment, request.folder, cells, content, shown.tables, shown.figures)
+        write_report(request.folder, report)
+    return replace(outcome, failures=failures, folder=request.folder, shown=shown.text, content=content)
 
 
 def _missing(cells: Sequence[Cell], request: Request) -> list[Cell]:
@@ -133,10 +137,11 @@ def _missing(cells: Sequence[Cell], request: Request) -> list[Cell]:
     mine = part_of(cells, *request.shard)
     missing = [cell for cell in mine if cell.results() is None]
     if request.train and mine:
-        if request.cluster is None:
-            run_all(mine, request.jobs)
-        else:
-            run_on_cluster(mine, request.cluster, request.cluster_options, request.folder / "cluster")
+        with live_report(request.folder, request.command, mine):
+            if request.cluster is None:
+                run_all(mine, request.jobs)
+            else:
+                run_on_cluster(mine, request.cluster, request.cluster_options, request.folder / "cluster")
     return missing
 
 
@@ -174,8 +179,8 @@ def _first_recipes(cells: Sequence[Cell]) -> dict[str, Recipe]:
     return found
 
 
-def _show(experiment: Experiment, outcome: Outcome, losses: Any, request: Request) -> str:
-    """Write tables and figures; returns the tables as Markdown."""
+def _show(experiment: Experiment, outcome: Outcome, losses: Any, request: Request) -> "_Shown":
+    """Write tables and figures."""
     folder, stem = request.folder, experiment.table_stem
     tables = experiment.tables(outcome)
     if losses:
@@ -184,11 +189,23 @@ def _show(experiment: Experiment, outcome: Outcome, losses: Any, request: Reques
     write_text(folder / f"{stem}.md", shown)
     write_text(folder / f"{stem}.tex", latex(tables))
     write_text(folder / experiment.records_file, comparison_csv(outcome.records))
+    drawn: dict[str, str] = {}
     with styled(request.style):
         for name, figure in experiment.figures(outcome).items():
             for kind in request.formats:
                 save_figure(figure, folder / f"{name}.{kind}")
-    return shown
+            drawn[name] = as_svg(figure)
+    return _Shown(shown, tables, drawn)
+
+
+class _Shown(NamedTuple):
+    """Tables and figures as they are shown elsewhere."""
+
+    text: str
+    """The tables as Markdown."""
+    tables: Sequence[Table]
+    figures: Mapping[str, str]
+    """SVG by name."""
 
 
 def _sessions(results: Path) -> list[dict[str, Any]]:

@@ -15,16 +15,20 @@ import matplotlib
 import matplotlib.style
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from tra.files import written_aside
+from tra.report.colours import NULL, SMALLEST_SHOWN, STEPS
 from tra.report.records import Record, grouped
 
-NULL_COLOUR = "white"
-SMALLEST_SHOWN = 1e-4
-"""Weights below this share the darkest colour; only weights of exactly 0 are white."""
+LATER = "0.93"
+"""Where a key comes after the query, which cannot see it."""
+MOST_SHAPES = 50_000
+"""Cells that are drawn as shapes; of more, which could not be told apart on paper, each panel is one image."""
 LONG_LABEL = 24
 """Characters of a mechanism's label from which on the legend stands below the panels."""
 FORMATS = ("png", "svg", "pdf")
@@ -193,7 +197,7 @@ def cost_by_attention(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[str]) -> Figure:
-    """One sequence's attention, a row per layer and a column per head, white where a weight is exactly 0.
+    """One sequence's attention, a row per layer and a column per head: dark is strong, white exactly 0.
 
     Args:
         models: of each model, per layer ``[heads, L, L]``; the models stand side by side.
@@ -202,27 +206,63 @@ def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[s
     columns = [(name, head) for name, weights in models.items() for head in range(weights[0].shape[0])]
     layers = max(len(weights) for weights in models.values())
     size = 2.6 if len(tokens) <= 40 else 4.0
-    figure = Figure(figsize=(size * len(columns) + 0.8, size * layers + 0.4), layout="constrained")
+    figure = Figure(figsize=(size * len(columns) + 0.8, size * layers + 0.7), layout="constrained")
     panels = figure.subplots(layers, len(columns), squeeze=False, sharex=True, sharey=True)
-    colours = heatmap_colours()
     shown = [token.replace("\n", "\\n").replace("\t", "\\t") for token in tokens]
     upright = 90 if max(map(len, shown)) > 2 else 0  # words would run into each other
+    cells = sum(int((layer != 0).sum()) for weights in models.values() for layer in weights)
     for column, (name, head) in enumerate(columns):
         for layer in range(layers):
             panel = panels[layer, column]
             if layer >= len(models[name]):
                 panel.set_axis_off()
                 continue
-            matrix = heatmap_values(models[name][layer][head]).numpy()
-            norm = LogNorm(SMALLEST_SHOWN, 1.0)
-            image = panel.imshow(matrix, cmap=colours, norm=norm, interpolation="nearest")
+            drawn = _draw_weights(panel, heatmap_values(models[name][layer][head]), as_shapes=cells <= MOST_SHAPES)
             panel.set_title(f"{name}, layer {layer + 1}, head {head + 1}", fontsize=8)
             # Tokens are text: a dollar is no mathematics.
             panel.set_xticks(range(len(tokens)), shown, fontsize=4, parse_math=False, rotation=upright)
             panel.set_yticks(range(len(tokens)), shown, fontsize=4, parse_math=False)
             panel.tick_params(length=0, pad=1)
-    figure.colorbar(image, ax=panels, shrink=0.6, label="size of the attention weight (white: exactly 0)")
+    bar = figure.colorbar(drawn, ax=panels, shrink=0.6, label="size of the attention weight (white: exactly 0)")
+    assert bar.solids is not None
+    bar.solids.set(rasterized=False, edgecolor="face")  # shapes, too
+    signs = [
+        Patch(facecolor=NULL, edgecolor="0.6", linewidth=0.5, label="exactly 0"),
+        Patch(facecolor=LATER, edgecolor="0.6", linewidth=0.5, label="after the query"),
+    ]
+    figure.legend(handles=signs, loc="outside lower center", ncols=2, frameon=False, fontsize=7)
     return figure
+
+
+def _draw_weights(panel: Axes, values: Tensor, as_shapes: bool) -> Any:
+    """One head: on grey, white where a key can be seen, and on that the weights that are not 0."""
+    length = len(values)
+    panel.set(xlim=(-0.5, length - 0.5), ylim=(length - 0.5, -0.5), aspect="equal", facecolor=LATER)
+    stairs = [(x - 0.5, y - 0.5) for at in range(length) for x, y in ((at, at), (at + 1, at))]
+    panel.fill(*zip(*stairs, (length - 0.5, length - 0.5), (-0.5, length - 0.5), strict=True), color=NULL, linewidth=0)
+    colours, norm = heatmap_colours(), LogNorm(SMALLEST_SHOWN, 1.0)
+    if not as_shapes:
+        return panel.imshow(values.numpy(), cmap=colours, norm=norm, interpolation="nearest")
+    rows, first, last = _stretches(values)
+    left, right, top, bottom = first - 0.5, last + 0.5, rows - 0.5, rows + 0.5
+    shapes = torch.stack([left, top, right, top, right, bottom, left, bottom], dim=1).view(-1, 4, 2)
+    # Without smoothing, which would leave a pale line between neighbours.
+    cells = PolyCollection(list(shapes.numpy()), cmap=colours, norm=norm, linewidths=0, antialiaseds=False)
+    cells.set_array(values[rows, first].numpy())
+    panel.add_collection(cells, autolim=False)
+    return cells
+
+
+def _stretches(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cells side by side whose colours cannot be told apart, as one: their row, first and last column."""
+    level = torch.where(values.isnan(), -1, (values.log() * 25).round())  # 230 steps of colour
+    begins = torch.ones_like(level, dtype=torch.bool)
+    begins[:, 1:] = level[:, 1:] != level[:, :-1]
+    start = begins.flatten().nonzero()[:, 0]
+    end = torch.cat([start[1:], torch.tensor([level.numel()])]) - 1
+    seen = level.flatten()[start] != -1
+    start, end, width = start[seen], end[seen], level.shape[1]
+    return start // width, start % width, end % width
 
 
 def heatmap_values(matrix: Tensor) -> Tensor:
@@ -234,7 +274,9 @@ def heatmap_values(matrix: Tensor) -> Tensor:
 
 
 def heatmap_colours() -> matplotlib.colors.Colormap:
-    return matplotlib.colormaps["viridis"].with_extremes(bad=NULL_COLOUR)
+    """Those of the explorer. What is not drawn lets through what lies below: white, or what cannot be seen."""
+    colours = LinearSegmentedColormap.from_list("attention", STEPS)
+    return colours.with_extremes(bad=(1.0, 1.0, 1.0, 0.0))
 
 
 @contextmanager
@@ -249,11 +291,18 @@ def styled(style: str | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def quiet_glyphs() -> Iterator[None]:
+    """What the font lacks is drawn as a box, without a warning for every character."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        yield
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure, whole or not at all, in the format that the path's suffix says."""
     drawn = io.BytesIO()  # matplotlib leaves files open when the disk is full
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box, once for every character
+    with quiet_glyphs():
         dpi = matplotlib.rcParams["savefig.dpi"]
         figure.savefig(drawn, format=path.suffix[1:], dpi=160 if dpi == "figure" else dpi)
     with written_aside(path) as aside:

@@ -13,6 +13,8 @@ from tra.tasks import Result
 
 UNTUNED = "†"
 """After a row whose settings were not chosen for its mechanism."""
+TEST_SEQUENCES = "test sequences"
+"""Begins the row that says what the others rest on."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def _table(records: Sequence[Record], heading: Callable[[Record], str], field: s
     counted = _sequences(records, heading)
     return Table(
         ["attention", *headings],
-        [*body, ["test sequences", *(counted[name] for name in headings)]],
+        [*body, [TEST_SEQUENCES, *(counted[name] for name in headings)]],
         title,
         f"{note} {_how(records)}",
         frozenset(marked),
@@ -255,7 +257,7 @@ def by_length_table(records: Sequence[Record]) -> Table:
     counted = _sequences(records, lambda record: f"{record.result.length:,}")
     sets = len({record.result.place for record in records})
     headings = [f"{length:,}" for length in lengths]
-    rows.append(["test sequences", "all sets" if sets > 1 else "", *(counted[name] for name in headings)])
+    rows.append([TEST_SEQUENCES, "all sets" if sets > 1 else "", *(counted[name] for name in headings)])
     return Table(["attention", "set", *headings], rows, words=2)
 
 

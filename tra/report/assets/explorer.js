@@ -611,5 +611,9 @@ function begin() {
 
 begin();
 
-// For scripts: the numbers behind what is shown, all counted from 0.
-window.explorer = { tokens, row: (m, at, head, query) => models[m].layers[at].row(head, query) };
+// For scripts: the numbers behind what is shown, all counted from 0, and where a large map's cells lie in its frame.
+window.explorer = {
+  tokens,
+  row: (m, at, head, query) => models[m].layers[at].row(head, query),
+  place: (m) => [views[m].map.left, views[m].map.top, views[m].map.cell],
+};
