@@ -29,6 +29,9 @@ def test_everything_is_written_for_every_seed_and_the_folder_printed_last(
     assert content["sessions"][0]["command"] == f"tra demo --seeds 2 --attention tra nope --output {folder}"
     for figure in ("accuracy.png", "attention.png"):
         assert (folder / figure).read_bytes().startswith(b"\x89PNG")
+    report = (folder / "report.html").read_text()
+    assert content["sessions"][0]["command"] in report
+    assert report.count('<svg role="img"') == 2
 
 
 def test_a_stopped_demo_says_how_it_goes_on(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

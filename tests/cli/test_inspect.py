@@ -42,9 +42,28 @@ def test_a_run_on_text_reads_a_text_a_file_or_its_own(language_run: Path, tmp_pa
     assert own == json_of([*command, "--length", "12"], capsys), "always the same sequence"
 
 
+def test_a_page_takes_the_place_of_the_figure_and_can_hold_another_run_and_a_long_text(
+    language_run: Path, run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    shown = shows(["inspect", str(run), "--html", "--beside", str(run)], capsys)
+    page = run / "inspection" / "explorer.html"
+    assert shown.splitlines()[-1] == str(page)
+    assert {file.name for file in page.parent.iterdir()} == {"explorer.html", "heads.json", "heads.md"}
+    assert '"label":"tra (run) 2"' in page.read_text()
+    folder = tmp_path / "long"
+    (tmp_path / "text.txt").write_text("The river rises . " * 100)
+    command = ["inspect", str(language_run), "--html", "--text", f"@{tmp_path / 'text.txt'}", "--output", str(folder)]
+    content = json_of(command, capsys)
+    assert len(content["tokens"]) > 256, "more than a figure can show"
+    assert len(content["heads"]) == 4
+    assert (folder / "explorer.html").stat().st_size < 1e6
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ("--beside elsewhere", "beside must be given with --html"),
+        ("--html --beside elsewhere", "run must be a folder that holds recipe.json, got elsewhere"),
         ("--text hello", "text must be left out: "),
         ("--length 0", "length must be"),
         ("--figures gif", "figures must be one of "),

@@ -51,6 +51,7 @@ def test_it_ends_in_tables_and_figures_like_those_of_the_paper(finished: Path) -
     assert made_in(folder) == {
         "accuracy-rare.pdf",
         "accuracy-rare.svg",
+        "report.html",
         "results.json",
         "table.csv",
         "table.md",

@@ -196,7 +196,7 @@ def test_figure2_ends_in_tables_of_perplexity_and_a_figure(
     assert table in shown
     assert shown.splitlines()[-1] == str(folder)
     made = made_in(folder)
-    assert made == {"table.md", "table.tex", "table.csv", "perplexity.png", "results.json"}
+    assert made == {"table.md", "table.tex", "table.csv", "perplexity.png", "report.html", "results.json"}
     assert (folder / "perplexity.png").read_bytes().startswith(PNG)
 
     # Three windows, of two mechanisms with two seeds.

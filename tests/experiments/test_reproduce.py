@@ -20,6 +20,7 @@ MADE = {
     "table.tex",
     "table.csv",
     "results.json",
+    "report.html",
     "accuracy-flip_flop.png",
     "accuracy-instructed.png",
 }

@@ -79,7 +79,7 @@ def test_heatmap_of_one_dark_cell_is_drawn_where_it_belongs(tmp_path: Path) -> N
     weights[0, 3, 0] = 1.0
     save_figure(attention_heatmap({"TRA": [weights]}, list("wr01")), tmp_path / "heatmap.png")
     image = matplotlib.image.imread(tmp_path / "heatmap.png")[..., :3]
-    coloured = (image.max(axis=2) - image.min(axis=2)) > 0.3
+    coloured = image[..., 2] - image[..., 0] > 0.12  # the darkest is a blue
     panel = coloured[:, : image.shape[1] // 2]
     rows, columns = numpy.nonzero(panel)
     assert len(rows) > 100

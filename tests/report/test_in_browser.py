@@ -6,9 +6,10 @@ import re
 import shutil
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from tra.attention import MECHANISMS, Context
 from tra.attention.base import Terms
 from tra.model import Decoder, DecoderConfig
 from tra.ops.threshold_relative.reference import attention_terms
-from tra.report import Explorer, explore, packing
+from tra.report import Explorer, Table, explore, packing, reporting
 from tra.report.inspection import inspect_heads
+from tra.report.reporting import Report, RunLine, report_html
+from tra.report.tables import TEST_SEQUENCES
 
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
@@ -63,40 +66,55 @@ class Tab:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def pages() -> Iterator[Callable[[str], Any]]:
+    """A page of one browser for each colour scheme."""
+    found: dict[str, Any] = {}
     with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield found
-        found.close()
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+
+        def of(scheme: str) -> Any:
+            if scheme not in found:
+                size = {"width": 1280, "height": 1600}
+                found[scheme] = browser.new_context(color_scheme=scheme, viewport=size).new_page()
+            return found[scheme]
+
+        yield of
+        browser.close()
 
 
 Show = Callable[..., Tab]
 
 
 @pytest.fixture
-def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
-    """Open a page from disk. When the test ends, it must have had nothing to complain of and asked for nothing."""
+def show(pages: Callable[[str], Any], tmp_path: Path) -> Iterator[Show]:
+    """Open a page from disk. When the test ends, none may have complained, or asked for anything but its own file."""
     tabs: list[Tab] = []
+    listening: list[tuple[Any, str, Any]] = []
 
     def opened(content: Explorer | str, link: str = "", scheme: str = "light") -> Tab:
-        path = tmp_path / "page.html"
+        path = tmp_path / f"page-{len(tabs)}.html"
         path.write_text(content if isinstance(content, str) else content.html, encoding="utf-8")
-        context = browser.new_context(color_scheme=scheme, viewport={"width": 1280, "height": 1000})
-        tab = Tab(context.new_page())
+        tab = Tab(pages(scheme))
         tabs.append(tab)
-        tab.page.on("console", lambda message: tab.complaints.append(message.text))
-        tab.page.on("pageerror", lambda error: tab.complaints.append(str(error)))
-        tab.page.on("dialog", lambda dialog: (tab.complaints.append(dialog.message), dialog.dismiss()))
-        context.on("request", lambda request: tab.requests.append(request.url))
+        for event, heard in (
+            ("console", lambda message: tab.complaints.append(message.text)),
+            ("pageerror", lambda error: tab.complaints.append(str(error))),
+            ("dialog", lambda dialog: (tab.complaints.append(dialog.message), dialog.dismiss())),
+            ("request", lambda request: tab.requests.append(request.url)),
+        ):
+            tab.page.on(event, heard)
+            listening.append((tab.page, event, heard))
+        tab.page.mouse.move(0, 0)
         tab.page.goto(path.as_uri() + link)
         return tab
 
     yield opened
+    for page, event, heard in listening:
+        page.remove_listener(event, heard)
     for tab in tabs:
         assert tab.complaints == []
-        assert [url for url in tab.requests if not url.startswith(("file:", "blob:", "about:"))] == []
-        assert sum(url.startswith("file:") for url in tab.requests) <= 1
-        tab.page.context.close()
+        others = [url for url in tab.requests if not url.startswith((tmp_path.as_uri(), "blob:", "about:"))]
+        assert others == []
 
 
 def model_of(attention: str = "tra", **options: Any) -> Decoder:
@@ -179,6 +197,7 @@ def test_fewer_bits_for_long_texts_change_no_null_and_weights_as_little_as_state
 
 def centre(tab: Tab, query: int, key: int, model: int = 0) -> tuple[float, float]:
     """Where the middle of a cell of the large map is on the screen."""
+    tab.page.locator(".large-map").nth(model).scroll_into_view_if_needed()
     box = tab.page.locator(".large-map").nth(model).bounding_box()
     left, top, cell = tab.page.evaluate("(m) => explorer.place(m)", model)
     return box["x"] + left + (key + 0.5) * cell, box["y"] + top + (query + 0.5) * cell
@@ -267,15 +286,11 @@ def test_a_key_table_sorts_and_has_only_what_the_mechanism_has(show: Show) -> No
     tab.page.locator(".keys th button[data-sort=score]").click()
     by_score = tab.page.evaluate(keys)
     assert [row["scores"][key] for key in by_score] == sorted(row["scores"], reverse=True)
-    headings = tab.page.locator(".keys th").all_inner_texts()
-    assert headings == ["key", "tokens back", "score", "kept", "distance", "gate", "weight"]
-    assert show(explored("rope")).page.locator(".keys th").all_inner_texts() == [
-        "key",
-        "tokens back",
-        "score",
-        "weight",
-    ]
-    assert show(explored("differential")).page.locator(".keys th").all_inner_texts() == ["key", "tokens back", "weight"]
+    everything = ["key", "tokens back", "score", "kept", "distance", "gate", "weight"]
+    assert tab.page.locator(".keys th").all_inner_texts() == everything
+    for attention, lacking in (("rope", {"kept", "distance", "gate"}), ("differential", {*everything[2:6]})):
+        found = show(explored(attention)).page.locator(".keys th").all_inner_texts()
+        assert found == [name for name in everything if name not in lacking]
 
 
 def test_heads_sort_by_their_summaries_both_ways(show: Show) -> None:
@@ -325,9 +340,11 @@ def test_a_link_leads_to_the_same_view_and_one_of_another_page_does_no_harm(show
     tab.page.mouse.click(*centre(tab, 11, 4))
     tab.page.mouse.move(0, 0)
     link = tab.page.evaluate("location.hash")
-    other = show(page, link)
-    for selector in ("#large h2", ".query", "#small-0", ".keys"):
-        assert other.page.locator(selector).all_inner_texts() == tab.page.locator(selector).all_inner_texts()
+    parts = ("#large h2", ".query", "#small-0", ".keys")
+    seen = [tab.page.locator(part).all_inner_texts() for part in parts]
+    assert any("Query 12 " in text for text in seen[1])
+    again = show(page, link)
+    assert [again.page.locator(part).all_inner_texts() for part in parts] == seen
     odd = show(page, "#heads=99.1,__proto__&query=1e9&key=-4&sort=constructor&from=NaN")
     assert odd.text("#large h2") == "tra · layer 1, head 1"
     assert odd.text(".query").startswith(f"Query {LENGTH} ")
@@ -340,7 +357,7 @@ def test_keys_of_the_keyboard_choose_query_and_key_and_are_answered_aloud(show: 
     for _ in range(5):
         tab.page.keyboard.press("ArrowDown")
     tab.page.keyboard.press("ArrowLeft")
-    tab.page.wait_for_function("document.getElementById('said').textContent.startsWith('query 6')")
+    tab.page.locator("#said", has_text="query 6, ").wait_for(state="attached")
     said = tab.page.get_by_role("status").text_content()
     assert "of 6 keys" in said
     assert re.search(r"Key .*: score .*, (not )?kept, .* 0 tokens back, gate 0\.\d+, weight ", said)
@@ -417,22 +434,22 @@ def test_the_map_is_saved_as_vectors_and_as_a_picture(show: Show) -> None:
 
 
 def test_a_long_text_is_a_small_page_with_a_slider(show: Show) -> None:
-    tokens, symbols = tokens_of(1500)
+    tokens, symbols = tokens_of(600)
     model = model_of()
     page = explore({"tra": model}, tokens, symbols)
-    assert len(page.html) < 2.5e6
+    assert len(page.html) < 600 * 1000, "1 kB for each token: 2 layers of 32 + 16 numbers of 4 bytes, in base64"
     tab = show(page)
-    tab.page.locator("#first-query").fill("700")
-    assert tab.text("#first-query-shown") == tab.text("#first-key-shown") == "701"
+    tab.page.locator("#first-query").fill("300")
+    assert tab.text("#first-query-shown") == tab.text("#first-key-shown") == "301"
     tab.page.mouse.move(*centre(tab, 30, 12))
-    assert tab.text(".query").startswith("Query 731 ")
-    row = tab.page.evaluate("Array.from(explorer.row(0, 1, 2, 1400).weights)")
-    library = inspect_heads(model, tokens)[1][1][2, 1400, :1401]
+    assert tab.text(".query").startswith("Query 331 ")
+    row = tab.page.evaluate("Array.from(explorer.row(0, 1, 2, 500).weights)")
+    library = inspect_heads(model, tokens)[1][1][2, 500, :501]
     assert torch.equal(torch.tensor(row) == 0, library == 0)
     assert row == pytest.approx(library.tolist(), abs=1e-5)
     tab.page.locator("#first-key").fill("20")
     assert not tab.page.locator("#follow").is_checked()
-    assert tab.text("#first-query-shown") == "701"
+    assert tab.text("#first-query-shown") == "301"
 
 
 def test_in_a_notebook_it_is_a_frame_that_works(show: Show) -> None:
@@ -442,3 +459,55 @@ def test_in_a_notebook_it_is_a_frame_that_works(show: Show) -> None:
     inner = tab.page.frame_locator("iframe")
     inner.locator(".token").nth(8).hover()
     assert inner.locator(".query").inner_text().startswith("Query 9 ")
+
+
+REPORT = Report(
+    title="<i>grid</i>",
+    facts={"command": "tra reproduce </script><script>window.broken = 1</script>"},
+    tables=[
+        Table(
+            ["attention", "past the training length"],
+            [
+                ["tra", "0.95 ± 0.10 [0.40, 1.00]"],
+                ["rope", "0.10"],
+                ["nope", ""],
+                ["alibi", "0.2"],
+                [TEST_SEQUENCES, "64"],
+            ],
+            best=frozenset({(0, 1)}),
+        )
+    ],
+    figures={"accuracy": '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20"><path d="M0 0h9"/></svg>'},
+    runs=[
+        RunLine("tra seed 0", "runs/tra/0", "finished", 600, 600, [(1, 2.0), (600, 0.01)], "iid: 1 at 64"),
+        RunLine("rope seed 0", "runs/a b/0", "running", 90, 600, [(1, 2.0)]),
+    ],
+)
+
+
+def test_a_table_of_a_report_sorts_by_its_numbers_and_keeps_what_it_rests_on_last(show: Show) -> None:
+    tab = show(report_html(REPORT))
+    assert tab.text("h1") == "<i>grid</i>"
+    assert tab.page.evaluate("window.broken") is None
+    names = "[...document.querySelectorAll('table')[0].rows].map((row) => row.cells[0].textContent)"
+    tab.page.get_by_role("button", name="past the training length").click()
+    assert tab.page.evaluate(names) == ["attention", "tra", "alibi", "rope", "nope", TEST_SEQUENCES]
+    tab.page.get_by_role("button", name="past the training length").click()
+    assert tab.page.evaluate(names) == ["attention", "rope", "alibi", "tra", "nope", TEST_SEQUENCES]
+    assert tab.page.locator("strong").all_inner_texts() == ["0.95 ± 0.10 [0.40, 1.00]"]
+    assert tab.page.get_by_role("link", name="rope seed 0").get_attribute("href") == "runs/a%20b/0/"
+    assert tab.page.locator(".curve polyline").count() == 1
+    box = tab.page.locator("figure svg").bounding_box()
+    assert (box["width"], box["height"]) == (20, 20)
+    tab.page.reload()
+    assert tab.page.evaluate(names) == ["attention", "rope", "alibi", "tra", "nope", TEST_SEQUENCES], "as it was left"
+
+
+def test_a_report_of_a_grid_that_runs_loads_itself_again(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "SECONDS_BETWEEN_LOADS", 0.2)
+    tab = show(report_html(replace(REPORT, progress="running: 1 of 2")))
+    assert tab.text("[role=status]") == "running: 1 of 2"
+    later = report_html(replace(REPORT, title="later"))
+    path = Path(unquote(urlparse(tab.page.url).path))
+    path.write_text(later)
+    tab.page.locator("h1", has_text="later").wait_for()

@@ -48,7 +48,9 @@ def final_report(
         runs=[_line(cell.label, cell.run, folder, cell.results()) for cell in cells],
         tuning=_protocol(experiment, tried, content["tuning"]),
         tuning_tables=about_tuning,
-        tuning_runs=[_line(str(path.relative_to(folder / TUNING)), Run(path), folder) for path in tried],
+        tuning_runs=[
+            _line(path.relative_to(folder / TUNING).as_posix(), run := Run(path), folder, run.results) for path in tried
+        ],
     )
 
 
@@ -102,14 +104,13 @@ def _shown(value: Any) -> str:
     return str(written(value))
 
 
-def _line(label: str, run: Run, folder: Path, results: Sequence[Result] | None = None) -> RunLine:
-    """A run as it stands on the disk."""
+def _line(label: str, run: Run, folder: Path, results: Sequence[Result] | None) -> RunLine:
+    """A run as it stands on the disk, with what it measured at its end."""
     try:
         curve = [(entry["step"], float(entry["loss"])) for entry in run.metrics()]
         steps = run.recipe.steps
     except (KeyError, OSError, RunError, TypeError, ValueError):  # not begun, or damaged
         curve, steps = [], 0
-    results = run.results if results is None and run.exists else results
     step = curve[-1][0] if curve else 0
     state = "finished" if results else "failed" if run.failure() else "running" if curve else "waiting"
     return RunLine(
@@ -119,8 +120,16 @@ def _line(label: str, run: Run, folder: Path, results: Sequence[Result] | None =
         step=step,
         steps=steps,
         curve=curve,
-        measured="  ".join(f"{result.place} at {result.length:,}: {result.value:.3g}" for result in results or ()),
+        measured=_measured(results or ()),
     )
+
+
+def _measured(results: Sequence[Result]) -> str:
+    """The measure on each set, length by length."""
+    sets: dict[str, list[str]] = {}
+    for result in results:
+        sets.setdefault(result.place, []).append(f"{result.value:.3g} at {result.length:,}")
+    return "\n".join(f"{place}: {', '.join(values)}" for place, values in sets.items())
 
 
 @contextmanager
@@ -130,6 +139,9 @@ def live_report(folder: Path, command: str, cells: Sequence[Cell]) -> Iterator[N
     The block is what matters: a report that cannot be written stops nothing, and is complained of once.
     """
     live, done = _Live(folder, command, cells), threading.Event()
+    if all(cell.results() is not None for cell in cells):
+        yield  # nothing to be seen
+        return
 
     def keep() -> None:
         while True:

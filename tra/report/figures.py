@@ -239,10 +239,11 @@ def _draw_weights(panel: Axes, values: Tensor, as_shapes: bool) -> Any:
     length = len(values)
     panel.set(xlim=(-0.5, length - 0.5), ylim=(length - 0.5, -0.5), aspect="equal", facecolor=LATER)
     stairs = [(x - 0.5, y - 0.5) for at in range(length) for x, y in ((at, at), (at + 1, at))]
-    panel.fill(*zip(*stairs, (length - 0.5, length - 0.5), (-0.5, length - 0.5), strict=True), color=NULL, linewidth=0)
+    stairs += [(length - 0.5, length - 0.5), (-0.5, length - 0.5)]
+    panel.fill(*zip(*stairs, strict=True), color=NULL, linewidth=0, zorder=0)
     colours, norm = heatmap_colours(), LogNorm(SMALLEST_SHOWN, 1.0)
     if not as_shapes:
-        return panel.imshow(values.numpy(), cmap=colours, norm=norm, interpolation="nearest")
+        return panel.imshow(values.numpy(), cmap=colours, norm=norm, interpolation="nearest", zorder=1)
     rows, first, last = _stretches(values)
     left, right, top, bottom = first - 0.5, last + 0.5, rows - 0.5, rows + 0.5
     shapes = torch.stack([left, top, right, top, right, bottom, left, bottom], dim=1).view(-1, 4, 2)

@@ -120,7 +120,7 @@ def as_svg(figure: Figure) -> str:
     """A figure to stand inside a page; the same figure is always the same text."""
     drawn = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "tra"}), quiet_glyphs():
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = drawn.getvalue()
     return text[text.index("<svg") :]
 

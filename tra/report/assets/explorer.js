@@ -24,7 +24,7 @@ const state = {
   follow: true,
   pinned: false,
   sort: "layer",
-  descending: true,
+  descending: false,
   keySort: "weight",
   keyDescending: true,
 };
@@ -60,8 +60,7 @@ if (!hasGates) delete SUMMARIES.gate;
 
 function headsOf(model) {
   const all = model.layers.flatMap((layer, at) => layer.heads.map((summary, head) => ({ at, head, summary, layer })));
-  const natural = state.sort === "layer";
-  return sorted(all, (one) => SUMMARIES[state.sort].value(one.summary), natural ? false : state.descending);
+  return sorted(all, (one) => SUMMARIES[state.sort].value(one.summary), state.descending);
 }
 
 const chosen = (m) => {
@@ -79,8 +78,7 @@ function choose(m, at, head) {
 function showHeads() {
   byId("sort").value = state.sort;
   byId("direction").textContent = state.descending ? "descending" : "ascending";
-  byId("direction").setAttribute("aria-pressed", String(!state.descending));
-  byId("direction").hidden = state.sort === "layer";
+  byId("direction").setAttribute("aria-pressed", String(state.descending));
   models.forEach((model, m) => {
     const grid = byId(`small-${m}`);
     const focused = document.activeElement?.dataset?.place;
@@ -138,7 +136,7 @@ function showSummaries() {
   const rows = sorted(
     models.flatMap((model, m) => headsOf(model).map((one) => ({ m, ...one }))),
     (one) => SUMMARIES[state.sort].value(one.summary),
-    state.sort === "layer" ? false : state.descending,
+    state.descending,
   );
   byId("summaries").replaceChildren(
     element("thead", {}, element("tr", {},
@@ -156,9 +154,10 @@ function showSummaries() {
   );
 }
 
+// The greatest first, but layers as they follow each other; chosen again, the other way round.
 function sortBy(name) {
-  if (state.sort === name) state.descending = !state.descending;
-  else state.sort = name;
+  state.descending = state.sort === name ? !state.descending : name !== "layer";
+  state.sort = name;
   refresh();
 }
 
@@ -280,7 +279,7 @@ function showRow() {
     const sentence = describe(layer, head, row);
     view.query.replaceChildren(
       element("b", { text: `Query ${state.query + 1} ` }),
-      element("bdi", { class: "chip", text: onAxis(tokens[state.query]) }),
+      element("bdi", { class: "chip", text: shortened(onAxis(tokens[state.query]), 16) }),
       ` ${sentence}`,
       ...(state.pinned ? [element("span", { class: "pin", text: " pinned, Esc releases" })] : []),
     );
@@ -305,7 +304,7 @@ function describe(layer, head, row) {
   if (number === 0) return `attends to nothing: all ${plural(row.weights.length, "key")} have a weight of exactly 0${gated}.`;
   const strongest = row.weights.reduce((best, weight, key) => (Math.abs(weight) > Math.abs(row.weights[best]) ? key : best), row.weights.length - 1);
   const kept = layer.keepsSome(head) ? `keeps ${number} of ${plural(row.weights.length, "key")}` : `sees ${plural(row.weights.length, "key")}`;
-  return `${kept}, most of ${inWords(tokens[strongest])} ${back(strongest)}: ${weightText(row.weights[strongest])}${gated}.`;
+  return `${kept}, gives most to ${inWords(tokens[strongest])} ${back(strongest)}: ${weightText(row.weights[strongest])}${gated}.`;
 }
 
 const back = (key) => (key === state.query ? "(itself)" : `(${plural(state.query - key, "token")} back)`);
@@ -446,7 +445,7 @@ function remember() {
     ...(state.key === null ? {} : { key: state.key + 1 }),
     ...(state.pinned ? { pinned: 1 } : {}),
     ...(length > count ? { from: state.firstQuery + 1, keys: state.firstKey + 1 } : {}),
-    ...(state.sort === "layer" ? {} : { sort: state.sort, order: state.descending ? "descending" : "ascending" }),
+    ...(state.sort === "layer" && !state.descending ? {} : { sort: state.sort, order: state.descending ? "descending" : "ascending" }),
   };
   try {
     history.replaceState(null, "", `#${new URLSearchParams(said)}`);
@@ -473,7 +472,7 @@ function recall() {
   const keys = whole("keys", length - count + 1);
   if (keys !== null && keys !== state.firstKey) { state.firstKey = keys; state.follow = false; }
   if (Object.hasOwn(SUMMARIES, said.get("sort") ?? "")) state.sort = said.get("sort");
-  state.descending = said.get("order") !== "ascending";
+  state.descending = said.get("order") === "descending";
 }
 
 async function copyLink() {
@@ -574,7 +573,7 @@ function begin() {
   byId("heads-body").classList.toggle("one", models.length === 1);
   byId("numbers").open = models.length === 1 && window.innerWidth > 990;
   for (const [name, { title }] of Object.entries(SUMMARIES)) byId("sort").append(element("option", { value: name, text: title }));
-  byId("sort").addEventListener("change", (event) => { state.sort = event.target.value; refresh(); });
+  byId("sort").addEventListener("change", (event) => sortBy(event.target.value));
   byId("direction").addEventListener("click", () => { state.descending = !state.descending; refresh(); });
   byId("copy-link").addEventListener("click", copyLink);
   byId("save-svg").addEventListener("click", saveSvg);

@@ -35,13 +35,14 @@ function shown(token) {
       sign === "\ufffd" ? "\u25a1" : `\u2039${sign.codePointAt(0).toString(16).padStart(4, "0")}\u203a`);
 }
 
-// On an axis or in a sentence a space must be seen; isolated, so that right-to-left text turns nothing around it.
-const onAxis = (token) => (token === " " ? "\u2423" : shown(token).trim() || "\u2423");
-const inWords = (token) => `\u2068${onAxis(token)}\u2069`;
 const shortened = (text, most = 12) => {
   const signs = [...text];
   return signs.length > most ? signs.slice(0, most - 1).join("") + "\u2026" : text;
 };
+
+// On an axis or in a sentence a space must be seen; isolated, so that right-to-left text turns nothing around it.
+const onAxis = (token) => (token === " " ? "\u2423" : shown(token).trim() || "\u2423");
+const inWords = (token) => `\u2068${shortened(onAxis(token), 16)}\u2069`;
 
 function drawSmall(canvas, codes, size, colours) {
   canvas.width = canvas.height = size;
@@ -170,11 +171,9 @@ class LargeMap {
       pen.strokeRect(x, y, Math.min(query - firstKey + 1, count) * this.cell, this.cell);
       if (key !== null && key >= firstKey && key < firstKey + count && key <= query) {
         const [left, top] = this.at(query, key);
-        pen.fillStyle = accent;
-        pen.globalAlpha = 0.16;
-        pen.fillRect(left, this.top, this.cell, this.side);
-        pen.globalAlpha = 1;
         pen.strokeRect(left, top, this.cell, this.cell);
+        pen.lineWidth = 0.75; // beside the column: a tint would make white look like a weight
+        pen.strokeRect(left, this.top, this.cell, this.side);
       }
     }
   }
