@@ -364,7 +364,7 @@ def test_keys_of_the_keyboard_choose_query_and_key_and_are_answered_aloud(show: 
     tab.page.locator(".token[tabindex='0']").focus()
     tab.page.keyboard.press("ArrowRight")
     assert tab.page.evaluate("document.activeElement.dataset.at") == "6"
-    assert tab.page.get_by_role("option", selected=True).count() == 1
+    assert tab.page.locator(".text").get_by_role("option", selected=True).count() == 1
     nameless = "[...document.querySelectorAll('button')].filter((x) => !(x.ariaLabel || x.textContent.trim())).length"
     assert tab.page.evaluate(nameless) == 0
 

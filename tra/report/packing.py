@@ -13,6 +13,7 @@ otherwise are listed.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,20 +63,33 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bits of what is stored for a page, None where even the fewest are too many."""
+    """Bits of what is stored for a page."""
 
-    vectors: int | None
+    vectors: int
+    """Of each number of a query or key."""
     weights: int | None
+    """Of each weight, where weights must be stored; None where even the fewest are too many."""
+    most_tokens: int
+    """Of a text whose weights must be stored."""
 
     @classmethod
-    def fitting(cls, attentions: list[Attention], tokens: int) -> "Precision":
-        """The best that keeps all layers on the page small enough."""
-        numbers = sum((one.heads + one.kv_heads) * one.head_width for one in attentions) * tokens
-        pairs = sum(one.heads for one in attentions) * tokens * (tokens + 1) // 2
-        return cls(_widest(WIDTHS, numbers), _widest(WEIGHT_WIDTHS, pairs))
+    def fitting(cls, attentions: Sequence[Attention], tokens: int) -> "Precision":
+        """The best that keeps all layers on the page small enough; a ValueError if nothing does."""
+        per_token = sum((one.heads + one.kv_heads) * one.head_width for one in attentions)
+        vectors = _widest(WIDTHS, per_token * tokens)
+        if vectors is None:
+            bits, most = list(WIDTHS.items())[-1]
+            raise ValueError(f"text must have at most {8 * most // bits // per_token:,} tokens here, got {tokens:,}")
+        heads = sum(one.heads for one in attentions)
+        bits, most = list(WEIGHT_WIDTHS.items())[-1]
+        return cls(
+            vectors,
+            _widest(WEIGHT_WIDTHS, heads * tokens * (tokens + 1) // 2),
+            math.isqrt(2 * 8 * most // bits // heads),
+        )
 
 
-def _widest(widths: dict[int, int], numbers: int) -> int | None:
+def _widest(widths: Mapping[int, int], numbers: int) -> int | None:
     return next((bits for bits, most in widths.items() if numbers * bits // 8 <= most), None)
 
 
@@ -87,6 +101,8 @@ def pack_layer(
     ``arrays``."""
     terms: list[Terms] = []
     weights = attention.weights(x, Context(terms=terms))[0].float().cpu()
+    if not weights.isfinite().all():
+        raise ValueError(f"model must have finite attention weights, those of layer {layer + 1} are not")
     gates = attention.gates(x)
     gates = None if gates is None else gates[0].float().cpu()
     heads = [
@@ -99,24 +115,23 @@ def pack_layer(
         "weights": None,
         "error": 0.0,
     }
-    rule = _Rule.of(terms[0], precision.vectors) if len(terms) == 1 and precision.vectors is not None else None
+    rule = _Rule.of(terms[0], precision.vectors) if len(terms) == 1 else None
     if rule is not None:
         packed |= rule.pack(arrays)
     if rule is None or not rule.explains(weights):
+        if precision.weights is None:
+            raise ValueError(
+                f"text must have at most {precision.most_tokens:,} tokens here, because the page must hold the weights "
+                f"of a mechanism that they cannot be computed from queries and keys for, got {x.shape[1]:,}"
+            )
         packed |= {"weights": arrays.add(_pairs(weights, precision.weights)), "threshold": None, "log_gate": None}
         packed["error"] = 0.0 if precision.weights == 32 else 2.0**-8
         return heads, packed
     return heads, packed | rule.pack_exceptions(weights, arrays)
 
 
-def _pairs(weights: Tensor, bits: int | None) -> Tensor:
+def _pairs(weights: Tensor, bits: int) -> Tensor:
     """The lower triangle of each head, row by row. In bfloat16 what is not 0 stays so."""
-    if bits is None:
-        heads, length = weights.shape[:2]
-        raise ValueError(
-            f"text must be shorter: the weights of {heads} heads in each layer on {length:,} tokens, which this "
-            f"mechanism's page must hold, are more than {WEIGHT_WIDTHS[16] // MEGABYTE} MB"
-        )
     row, column = torch.tril_indices(*weights.shape[1:])
     triangle = weights[:, row, column]
     if bits == 32:
