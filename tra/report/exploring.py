@@ -23,6 +23,8 @@ from tra.version import __version__
 STYLES = ("base.css", "explorer.css")
 SCRIPTS = ("dom.js", "rows.js", "maps.js", "explorer.js")
 MOST_MODELS = 2
+LONGEST_EXAMPLE = 1 << 20
+"""Far beyond what a page can hold; more might not fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def read_with(run: Run, text: str | None, length: int) -> tuple[Tensor, list[str
     """A sequence ``[L]`` for a run, and each of its tokens written out: a text, or an example of its task."""
     task = run.task
     if text is None:
+        if not 1 <= length <= LONGEST_EXAMPLE:
+            raise ValueError(f"length must be between 1 and {LONGEST_EXAMPLE:,}, got {length}")
         return task.example(length)
     if not isinstance(task, ReadsText):
         raise ValueError(f"text must be left out: {run.folder} was trained on {run.recipe.task}")
