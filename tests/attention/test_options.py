@@ -13,20 +13,22 @@ from tra.options import checked_options, mismatch, written
 
 ROTARY = ["qk_norm", "theta", "scaling", "factor", "trained_length"]
 OPTIONS = {
-    "tra": ["qk_norm", "tolerance", "impl", "gate_bias", "threshold"],
+    "tra": ["qk_norm", "tolerance", "impl", "gate_bias", "gate_spread", "threshold", "threshold_rise"],
     "rope": ROTARY,
     "nope": ["qk_norm"],
     "sinusoidal": ["qk_norm", "theta"],
     "alibi": ["qk_norm"],
     "t5": ["qk_norm", "buckets", "max_distance"],
-    "fot": ["qk_norm", "gate_bias"],
+    "kerple": ["qk_norm"],
+    "fire": ["qk_norm", "hidden", "rate", "shortest"],
+    "fot": ["qk_norm", "gate_bias", "gate_spread"],
     "cope": ["qk_norm", "positions"],
     "stick-breaking": ["qk_norm"],
     "differential": [*ROTARY, "lambda_start"],
     "selective": ROTARY,
     "tra-threshold-only": ["qk_norm", "tolerance", "impl", "threshold"],
-    "tra-distance-only": ["qk_norm", "tolerance", "impl", "gate_bias"],
-    "tra-ordinary-distance": ["qk_norm", "gate_bias", "threshold"],
+    "tra-distance-only": ["qk_norm", "tolerance", "impl", "gate_bias", "gate_spread"],
+    "tra-ordinary-distance": ["qk_norm", "gate_bias", "gate_spread", "threshold"],
 }
 
 
@@ -90,7 +92,8 @@ def test_options_come_in_the_order_of_the_signature_and_whole_numbers_as_floats(
         (
             "tra-distance-only",
             {"threshold": 1.0},
-            "attention_options of tra-distance-only must be among qk_norm, tolerance, impl, gate_bias, got 'threshold'",
+            "attention_options of tra-distance-only must be among qk_norm, tolerance, impl, gate_bias, gate_spread, "
+            "got 'threshold'",
         ),
         ("cope", {3: 1}, "attention_options of cope must be among qk_norm, positions, got 3"),
         ("rope", {"dropout": 0.5}, "must be among qk_norm, theta, scaling, factor, trained_length, got 'dropout'"),

@@ -69,3 +69,30 @@ def test_threshold_decides_who_is_kept() -> None:
 def test_an_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match="impl must be one of"):
         ThresholdRelativeAttention(8, 2, impl="fast")
+
+
+@torch.no_grad()
+def test_a_rising_threshold_ends_at_the_published_rule_and_never_shows_outside_training() -> None:
+    """At a share of training it is what the operator gives at that threshold; in evaluation always the published."""
+    published = ThresholdRelativeAttention(64, 4).double()
+    aided = ThresholdRelativeAttention(64, 4, threshold_rise=0.2).double()
+    aided.load_state_dict(published.state_dict())
+    x = torch.randn(1, 30, 64, dtype=torch.float64)
+    for share, threshold in ((0.0, -4.0), (0.05, -3.0), (0.1, -2.0), (0.2, 0.0), (0.9, 0.0)):
+        fixed = ThresholdRelativeAttention(64, 4, threshold=threshold).double().train()
+        fixed.load_state_dict(published.state_dict())
+        aided.train_from(share)
+        assert_close(aided.train()(x), fixed(x), rtol=0, atol=0)
+        assert_close(aided.eval()(x), published(x), rtol=0, atol=0)
+        assert torch.equal(aided.train().weights(x), published.weights(x))
+    with pytest.raises(ValueError, match=r"threshold_rise must be a share of the steps in \[0, 1\], got 2.0"):
+        ThresholdRelativeAttention(64, 4, threshold_rise=2.0)
+
+
+def test_gates_start_as_asked() -> None:
+    """Spread: heads decay as ALiBi's do, by 2^-2, 2^-4, 2^-6 and 2^-8 a step with four of them."""
+    spread = ThresholdRelativeAttention(64, 4, gate_spread=True)
+    assert_close(torch.sigmoid(spread.gate.bias).log(), -(2.0 ** -torch.tensor([2.0, 4.0, 6.0, 8.0])))
+    assert ThresholdRelativeAttention(64, 4, gate_bias=3.0).gate.bias.tolist() == [3.0] * 4
+    with pytest.raises(ValueError, match="gate_bias must be None with gate_spread, which sets it for each head"):
+        ThresholdRelativeAttention(64, 4, gate_bias=3.0, gate_spread=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from tra.experiments.rates import RATES, losses_by_rate
+from tra.recipes.rates import SMALL, UNTUNED, small_rate
 
 from tests.experiments.small import PNG, content_of, files_below, made_in, smoke
 from tra.attention import MECHANISMS
@@ -17,11 +19,9 @@ from tra.experiments.demo import DEMO
 from tra.experiments.figure1 import FIGURE1
 from tra.experiments.figure2 import FIGURE2
 from tra.experiments.figure3 import FIGURE3, TEXT
-from tra.experiments.rates import RATES, losses_by_rate
 from tra.experiments.table1 import PAPER, SMALL_SCALE, SMOKE, TABLE1
 from tra.experiments.tuning import best_choices
 from tra.recipes import RECIPES
-from tra.recipes.rates import SMALL, UNTUNED, small_rate
 from tra.recipes.strings import SETS
 from tra.report import Record
 from tra.report.records import grouped

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tra.recipes.rates import SMALL, UNTUNED, small_rate
 
 from tra.attention import MECHANISMS
 from tra.model import sized
 from tra.recipes import Recipe, build_recipe
-from tra.recipes.rates import SMALL, UNTUNED, small_rate
 
 STORED = Path(__file__).parents[2] / "docs" / "results"
 

@@ -6,7 +6,9 @@ from tra.attention.base import Attention, Context
 from tra.attention.cache import Cache
 from tra.attention.cope import ContextualPositionAttention
 from tra.attention.differential import DifferentialAttention
+from tra.attention.fire import InterpolatedBiasAttention
 from tra.attention.fot import ForgettingAttention
+from tra.attention.kerple import KernelBiasAttention
 from tra.attention.nope import UnpositionedAttention
 from tra.attention.options import Option, options_of
 from tra.attention.rope import RotaryAttention
@@ -23,6 +25,8 @@ MECHANISMS: dict[str, type[Attention]] = {
     "sinusoidal": SinusoidalAttention,
     "alibi": LinearBiasAttention,
     "t5": BucketBiasAttention,
+    "kerple": KernelBiasAttention,
+    "fire": InterpolatedBiasAttention,
     "fot": ForgettingAttention,
     "cope": ContextualPositionAttention,
     "stick-breaking": StickBreakingAttention,

@@ -45,6 +45,10 @@ class OperatorAttention(Attention):
     def log_gate(self, x: Tensor) -> Tensor:
         """``[B, Hq, L]``, never positive: what a step of distance costs each query."""
 
+    def current_threshold(self) -> float:
+        """What a score must exceed in this call: the threshold itself, but for an aid to training."""
+        return self.threshold
+
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
         log_gate = self.log_gate(x)
@@ -56,7 +60,7 @@ class OperatorAttention(Attention):
             log_gate,
             key_mask=context.key_mask,
             segment_ids=context.segment_ids,
-            threshold=self.threshold,
+            threshold=self.threshold if context.exact else self.current_threshold(),
             dropout=self.active_dropout(context),
             # A key that an early stop leaves out would look as if it had not passed the threshold.
             tolerance=0.0 if context.exact else self.tolerance,
@@ -73,6 +77,8 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
 
     Args:
         threshold: a key is kept when its score is greater.
+        threshold_rise: an aid to training, ours: the share of the steps over which the threshold rises to that from
+            -sqrt(D), which keeps nearly all keys. In evaluation mode it is the threshold always.
 
     Example:
         >>> attention = ThresholdRelativeAttention(width=64, heads=4)
@@ -81,7 +87,27 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
     """
 
     def __init__(
-        self, width: int, heads: int, kv_heads: int | None = None, *, threshold: float = 0.0, **shared: Any
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        threshold: float = 0.0,
+        threshold_rise: float = 0.0,
+        **shared: Any,
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
-        self.threshold = threshold
+        if not 0.0 <= threshold_rise <= 1.0:
+            raise ValueError(f"threshold_rise must be a share of the steps in [0, 1], got {threshold_rise!r}")
+        self.threshold, self.threshold_rise = threshold, threshold_rise
+        self.risen = 1.0
+        """How much of the rise is done."""
+
+    def train_from(self, share: float) -> None:
+        self.risen = min(1.0, share / self.threshold_rise) if self.threshold_rise > 0.0 else 1.0
+
+    def current_threshold(self) -> float:
+        if not self.training or self.risen == 1.0:
+            return self.threshold
+        lowest = min(self.threshold, -math.sqrt(self.head_width))
+        return lowest + self.risen * (self.threshold - lowest)

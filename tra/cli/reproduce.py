@@ -22,14 +22,16 @@ class Reproduce(Common):
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
-    """table1, figure1, figure2, figure3, cost, demo, tuning (the learning rates of table1), or the path of a file that
-    defines an Experiment called experiment."""
+    """table1, figure1, figure2, figure3, cost, demo, or the path of a file that defines an Experiment called
+    experiment."""
     scale: str | None = None
     """smoke (seconds), small (two cores, hours) or paper (GPUs), or whatever scales a file has; small by default."""
     seeds: int | None = None
     """Runs of each kind, with seeds 0, 1, ...; as many as the experiment says by default."""
     attention: tuple[str, ...] = ()
     """Rows or mechanisms; all of the experiment by default."""
+    columns: tuple[str, ...] = ()
+    """Columns, tasks say, to run and to show; all of the experiment by default."""
     output: Path | None = None
     """Folder to work in; runs/NAME-SCALE by default."""
     jobs: int = 1
@@ -68,6 +70,7 @@ def run(arguments: list[str]) -> int:
         scale=scale,
         seeds=options.seeds,
         attention=options.attention,
+        columns=options.columns,
         jobs=options.jobs,
         shard=(int(index), int(count)),
         train=options.train,

@@ -13,7 +13,6 @@ from tra.lookup import lookup
 BUILT_IN = {
     "demo": "tra.experiments.demo:DEMO",
     "table1": "tra.experiments.table1:TABLE1",
-    "tuning": "tra.experiments.rates:RATES",
     "figure1": "tra.experiments.figure1:FIGURE1",
     "figure2": "tra.experiments.figure2:FIGURE2",
     "figure3": "tra.experiments.figure3:FIGURE3",
@@ -52,6 +51,7 @@ def reproduce(
     scale: str | None = None,
     seeds: int | None = None,
     attention: Sequence[str] = (),
+    columns: Sequence[str] = (),
     jobs: int = 1,
     shard: tuple[int, int] = (1, 1),
     train: bool = True,
@@ -69,6 +69,7 @@ def reproduce(
         scale: one of the experiment's; "small" by default.
         seeds: runs of each kind.
         attention: rows or mechanisms; all of the experiment by default.
+        columns: those to run and to show; all of the experiment by default.
         jobs: runs at the same time.
         shard: this machine's part of the runs, of how many.
         train: False makes tables and figures from what is stored.
@@ -87,6 +88,7 @@ def reproduce(
         scale or wanted.usual_scale,
         seeds,
         attention=(attention,) if isinstance(attention, str) else tuple(attention),
+        columns=(columns,) if isinstance(columns, str) else tuple(columns),
         jobs=jobs,
         shard=shard,
         train=train,

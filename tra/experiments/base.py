@@ -78,8 +78,13 @@ def as_row(row: Row | str) -> Row:
     return Row(row) if isinstance(row, str) else row
 
 
+def choice_label(choice: Mapping[str, Any]) -> str:
+    return " ".join(_settings(choice))
+
+
 def _settings(values: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={written(value)}" for name, value in values.items()]
+    """Options by their own names, other fields by those that `Recipe.changed` knows."""
+    return [f"{name.removeprefix('model.attention_options.')}={written(value)}" for name, value in values.items()]
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,12 @@ class Tuning:
     """Tune on this column for all of them; by default each is tuned by itself."""
     rows: Collection[str] | None = None
     """Labels of the rows to tune; all by default. Tables mark the others."""
+    rounds: Sequence[tuple[float, int | None]] = ((1.0, None),)
+    """Successive halving: the share of the steps that each round trains for, and how many of the best choices of the
+    round before it tries, None for all. The last round decides."""
+    extended: str | None = None
+    """A field of the grid, with numbers from low to high, that goes on by the same factor for as long as the best
+    choice of the first round has the first or last of them, up to `MOST_EXTENSIONS` times."""
 
     def __post_init__(self) -> None:
         if not self.grid or not all(self.grid.values()):
@@ -102,10 +113,29 @@ class Tuning:
             raise ValueError("grid must leave the seed alone: seeds says which to tune on")
         if not self.seeds:
             raise ValueError("seeds must name at least one seed to tune on, got none")
+        if not self.rounds or not all(0.0 < share <= 1.0 and (n is None or n > 0) for share, n in self.rounds):
+            raise ValueError(f"rounds must each have a share of the steps and a number of choices, got {self.rounds!r}")
+        if self.extended is not None:
+            values = lookup(self.grid, self.extended, "extended")
+            if len(values) < 2 or any(low >= high for low, high in itertools.pairwise(values)) or values[0] <= 0:
+                raise ValueError(f"{self.extended} must have two or more rising values to be extended, got {values!r}")
 
     def choices(self) -> list[dict[str, Any]]:
         """Every combination of the grid."""
         return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+
+    def beyond(self, tried: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The choice past the best one, if that lies at an end of what was tried of the extended field."""
+        if self.extended is None or len(tried) >= len(self.choices()) + MOST_EXTENSIONS:
+            return None
+        values, at = sorted({choice[self.extended] for choice in tried}), best[self.extended]
+        if values[0] < at < values[-1]:
+            return None
+        beside = values[1] if at == values[0] else values[-2]
+        return {**best, self.extended: float(f"{at * at / beside:.3g}")}
+
+
+MOST_EXTENSIONS = 3
 
 
 @dataclass(frozen=True)
@@ -119,18 +149,24 @@ class Cell:
     tuned: bool = True
     choice: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Of a run for tuning: the settings that it tries."""
+    share: float = 1.0
+    """Of a run for tuning: the part of the steps that it trains for."""
 
     @property
     def label(self) -> str:
-        return " ".join([self.column, self.row, *_settings(self.choice), f"seed {self.recipe.seed}"])
+        steps = [] if self.share == 1.0 else [f"steps={self.recipe.steps}"]
+        return " ".join([self.column, self.row, *steps, *_settings(self.choice), f"seed {self.recipe.seed}"])
 
     @property
     def choice_label(self) -> str:
-        return " ".join(_settings(self.choice))
+        return choice_label(self.choice)
 
     def tuned_to(self, settings: Mapping[str, Any] | None) -> "Cell":
         """The same run with the settings that tuning chose, if it did."""
         return self if settings is None else replace(self, recipe=self.recipe.changed(settings), tuned=True)
+
+    def in_folder_of_seed(self) -> "Cell":
+        return replace(self, folder=self.folder / str(self.recipe.seed))
 
     @property
     def run(self) -> Run:
@@ -174,7 +210,7 @@ def outcome_of(finished: Mapping[Cell, Sequence[Result]]) -> Outcome:
     records = []
     for cell, results in finished.items():
         recipe, unit = cell.recipe, cell.recipe.build_task().unit
-        settings = {"learning_rate": recipe.learning_rate}
+        settings = {"learning_rate": recipe.learning_rate, "options": dict(recipe.model.attention_options)}
         records += [
             Record(cell.column, cell.row, recipe.seed, recipe.length, unit, result, cell.tuned, settings)
             for result in results
@@ -206,6 +242,7 @@ class Experiment:
         rows: what is compared, mechanisms by name or :class:`Row` with options.
         seeds: runs of each kind, with seeds 0, 1, ..., unless asked for others.
         tuning: settings to choose for each row first.
+        at_scale: fields of this class that are others at a scale, e.g. ``{"paper": {"seeds": 4}}``.
         tuned: at each scale, the rows whose settings the recipes have from earlier tuning; where there is no such entry
             and no tuning, tables say that nothing was tuned.
         tables: makes the tables; comparisons of everything by default.
@@ -219,6 +256,7 @@ class Experiment:
     rows: Sequence[Row | str]
     seeds: int = 1
     tuning: Tuning | None = None
+    at_scale: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     tuned: Mapping[str, Collection[str]] = field(default_factory=dict)
     tables: Callable[[Outcome], list[Table]] = default_tables
     figures: Callable[[Outcome], dict[str, "Figure"]] = default_figures
@@ -281,6 +319,12 @@ class Experiment:
     def columns(self, scale: str) -> Mapping[str, RecipeOf]:
         return lookup(self.scales, scale, "scale")
 
+    def at(self, scale: str, columns: Sequence[str] = ()) -> "Experiment":
+        """As it is at one scale, with these columns alone; with all if none are named."""
+        known = self.columns(scale)
+        chosen = {name: lookup(known, name, "columns") for name in columns} or known
+        return replace(self, scales={scale: chosen}, **self.at_scale.get(scale, {}), at_scale={})
+
     def cells(self, folder: Path, scale: str, seeds: int, rows: Sequence[Row]) -> list[Cell]:
         """All runs that are reported, a whole table for one seed before the next seed, so that a part of them says
         something; before anything is tuned."""
@@ -307,28 +351,50 @@ class Experiment:
         """Whether the settings of a row are chosen first."""
         return self.tuning is not None and (self.tuning.rows is None or row in self.tuning.rows)
 
-    def tuning_cells(self, folder: Path, scale: str, rows: Sequence[Row]) -> list[Cell]:
-        """The runs from which settings are chosen."""
+    def tuning_cells(
+        self,
+        folder: Path,
+        scale: str,
+        rows: Sequence[Row],
+        share: float = 1.0,
+        choices: Callable[[str, str], Sequence[Mapping[str, Any]]] | None = None,
+    ) -> list[Cell]:
+        """Runs from which settings are chosen: of all choices, or of those that a function of column and row gives,
+        trained for a share of the steps."""
         tuning = self.tuning
         if tuning is None:
             return []
         columns = self.columns(scale)
         if tuning.column is not None:
             columns = {tuning.column: lookup(columns, tuning.column, "column")}
+        tried = choices or (lambda column, row: tuning.choices())
         return [
             Cell(
                 column,
                 row.label,
-                row.recipe(recipe_of, seed).changed(choice),
-                folder.joinpath("tuning", *map(file_name, (column, row.label, " ".join(_settings(choice)))), str(seed)),
+                _shortened(row.recipe(recipe_of, seed).changed(choice), share),
+                folder.joinpath("tuning", *map(file_name, (column, row.label, *_part(share), choice_label(choice)))),
                 choice=choice,
-            )
+                share=share,
+            ).in_folder_of_seed()
             for seed in tuning.seeds
             for column, recipe_of in columns.items()
             for row in rows
             if self.tunes(row.label)
-            for choice in tuning.choices()
+            for choice in tried(column, row.label)
         ]
+
+
+def _part(share: float) -> list[str]:
+    return [] if share == 1.0 else [f"{share:g} of the steps"]
+
+
+def _shortened(recipe: Recipe, share: float) -> Recipe:
+    """For tuning: so much of the training, measured within its length on the first of its sets, which is like what is
+    trained on; the others are no business of tuning."""
+    first = [entry for entry in recipe.evaluations if entry.name == recipe.evaluations[0].name]
+    within = tuple(entry for entry in first if entry.length <= recipe.length)
+    return replace(recipe, steps=max(1, round(recipe.steps * share)), evaluations=within or recipe.evaluations)
 
 
 def file_name(label: str) -> str:

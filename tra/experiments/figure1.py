@@ -27,6 +27,5 @@ def heatmaps(outcome: Outcome, length: int = TOKENS) -> Figure:
 FIGURE1 = Experiment(
     scales={name: {"flip_flop": columns["flip_flop"]} for name, columns in TABLE1.scales.items()},
     rows=("tra", "fot"),
-    tuned=TABLE1.tuned,
     figures=lambda outcome: {"attention": heatmaps(outcome)},
 )

@@ -34,6 +34,8 @@ def run_cell(cell: Cell) -> None:
     run.record_failure(None)
     try:
         train(cell.recipe, cell.folder)
+        if cell.choice:  # what tuning wants to know is in the results
+            run.checkpoints.remove()
     except Exception as error:
         known = isinstance(error, (RunError, ValueError, OSError))
         before = DIVERGED if isinstance(error, DivergenceError) else "" if known else f"{type(error).__name__}: "

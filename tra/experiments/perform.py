@@ -16,7 +16,7 @@ from tra.experiments.base import Cell, Experiment, Outcome, outcome_of
 from tra.experiments.cluster import CLUSTERS, run_on_cluster
 from tra.experiments.grid import run_all
 from tra.experiments.reporting import final_report, live_report, write_report
-from tra.experiments.tuning import Losses, chosen_settings, tuning_evidence, tuning_losses, tuning_table
+from tra.experiments.tuning import Losses, Search, chosen_settings, tuning_evidence, tuning_losses, tuning_tables
 from tra.files import write_json, write_text
 from tra.lookup import lookup
 from tra.progress import say
@@ -36,6 +36,8 @@ class Request:
     seeds: int | None = None
     attention: Sequence[str] = ()
     """Rows or mechanisms; all of the experiment by default."""
+    columns: Sequence[str] = ()
+    """Columns; all of the experiment by default."""
     jobs: int = 1
     """Runs at the same time."""
     shard: tuple[int, int] = (1, 1)
@@ -67,32 +69,42 @@ class Request:
             pass  # a wrong one is found before anything is trained
 
 
-def wanted_runs(experiment: Experiment, request: Request) -> tuple[list[Cell], list[Cell]]:
-    """The runs for tuning, and those to report as they are before it; whatever is wrong with a request is raised."""
+def wanted_runs(experiment: Experiment, request: Request) -> tuple[Search, list[Cell]]:
+    """What tuning tries, and the runs to report as they are before it; whatever is wrong with a request is raised.
+    Of an experiment as it is at the scale and with the columns asked for."""
     seeds, rows = request.seeds or experiment.seeds, experiment.chosen_rows(request.attention)
     if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
         raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
-    tries = experiment.tuning_cells(request.folder, request.scale, rows)
+    search = Search(experiment, request.folder, request.scale, rows)
+    search.expected()  # what is wrong with the grid
     cells = experiment.cells(request.folder, request.scale, seeds, rows)
     index, count = request.shard
     if count > len(cells):
         raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {index}/{count}")
-    return tries, cells
+    return search, cells
 
 
 def perform(experiment: Experiment, request: Request) -> Outcome:
     """Run what is missing of this shard, tuning first, then write tables and figures from what is finished."""
     started = time.monotonic()
-    tries, cells = wanted_runs(experiment, request)
+    experiment = experiment.at(request.scale, request.columns)
+    search, cells = wanted_runs(experiment, request)
     request.folder.mkdir(parents=True, exist_ok=True)
-    missing = _missing(tries, request)
-    losses, spoilt, left = _tuning_so_far(tries)
-    if left and request.train:
-        if request.shard[1] == 1:
-            raise RunError(f"tuning in {request.folder} is not finished")
-        say(f"{left} of {len(tries)} runs of tuning are left to other machines")
-        return Outcome([], [], spoilt, request.folder, tuning_table(losses).markdown() if losses else "")
-    chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), tries, losses)
+    missing: list[Cell] = []
+    spoilt: dict[str, str] = {}
+    while tries := search.next():
+        missing += _missing(tries, request)
+        losses, failed, left = _tuning_so_far(tries)
+        spoilt |= failed
+        search.tell(losses)
+        if left and request.train:
+            if request.shard[1] == 1:
+                raise RunError(f"tuning in {request.folder} is not finished")
+            say(f"{left} of {len(tries)} runs of tuning are left to other machines")
+            shown = markdown(tuning_tables(experiment, search.rounds))
+            return Outcome([], [], spoilt, request.folder, shown)
+    last = search.rounds[-1] if search.rounds else {}
+    chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), search.choices, last)
     # A row whose tuning failed is reported so, and stops no other.
     undecided = {cell for cell in cells if experiment.tunes(cell.row) and (cell.column, cell.row) not in chosen}
     cells = [
@@ -121,11 +133,11 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             "finished": len(finished),
             "failures": failures,
             "sessions": _sessions(stored) + ([session] if trained else []),
-            "tuning": tuning_evidence(experiment, losses, chosen),
+            "tuning": tuning_evidence(experiment, search.rounds, chosen),
             "recipes": {column: asdict(recipe) for column, recipe in _first_recipes(cells).items()},
             "results": [record.to_dict() for record in outcome.records],
         }
-        shown = _show(experiment, outcome, losses, request)
+        shown = _show(experiment, outcome, tuning_tables(experiment, search.rounds), request)
         write_json(stored, content)
         report = final_report(experiment, request.folder, cells, content, shown.tables, shown.figures)
         write_report(request.folder, report)
@@ -179,12 +191,10 @@ def _first_recipes(cells: Sequence[Cell]) -> dict[str, Recipe]:
     return found
 
 
-def _show(experiment: Experiment, outcome: Outcome, losses: Any, request: Request) -> "_Shown":
+def _show(experiment: Experiment, outcome: Outcome, tuning: Sequence[Table], request: Request) -> "_Shown":
     """Write tables and figures."""
     folder, stem = request.folder, experiment.table_stem
-    tables = experiment.tables(outcome)
-    if losses:
-        tables = [*tables, tuning_table(losses)]
+    tables = [*experiment.tables(outcome), *tuning]
     shown = markdown(tables)
     write_text(folder / f"{stem}.md", shown)
     write_text(folder / f"{stem}.tex", latex(tables))

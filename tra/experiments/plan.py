@@ -24,7 +24,8 @@ FORWARD_SHARE = 1 / 3
 
 def plan(experiment: Experiment, request: Request) -> Table:
     """A row for each column and mechanism: number of runs, parameters, tokens, and hours on this machine."""
-    wanted = [part_of(cells, *request.shard) for cells in wanted_runs(experiment, request)]
+    search, reported = wanted_runs(experiment.at(request.scale, request.columns), request)
+    wanted = [part_of(some, *request.shard) for some in (search.expected(), reported) if some]
     cells = [cell for part in wanted for cell in part if cell.results() is None]
     groups: dict[tuple[str, str, bool], list[Cell]] = {}
     for cell in cells:

@@ -1,16 +1,100 @@
 """Choosing settings: by the loss within the training length, never by what lies past it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tra.experiments.base import Cell, Experiment
+from tra.experiments.base import Cell, Experiment, Row
 from tra.report.intervals import spread
 from tra.report.tables import Table
 from tra.tasks import Result
 
 Losses = dict[tuple[str, str], dict[str, float]]
 """For a column and row, the loss of each choice."""
+
+
+Choices = Callable[[str, str], Sequence[Mapping[str, Any]]]
+"""What is to be tried for a column and row."""
+
+
+def _always(choices: Sequence[Mapping[str, Any]], column: str, row: str) -> Sequence[Mapping[str, Any]]:
+    return choices
+
+
+class Search:
+    """What tuning tries: told the losses of what it gave last, it gives the next runs, and none at the end."""
+
+    def __init__(self, experiment: Experiment, folder: Path, scale: str, rows: Sequence[Row]) -> None:
+        self.experiment, self.where = experiment, (folder, scale, rows)
+        self.rounds: list[Losses] = []
+        """Of each round so far, the losses."""
+        self.choices: dict[str, Mapping[str, Any]] = {}
+        """Everything that was tried, by its label."""
+        self.extending = False
+
+    def next(self) -> list[Cell]:
+        tuning = self.experiment.tuning
+        if tuning is None:
+            return []
+        if len(self.rounds) == 1:
+            cells = self._cells(0, self._beyond())
+            self.extending = bool(cells)
+            if cells:
+                return cells
+        if len(self.rounds) == len(tuning.rounds):
+            return []
+        return self._cells(len(self.rounds), self._best(tuning.rounds[len(self.rounds)][1]) if self.rounds else None)
+
+    def tell(self, losses: Losses) -> None:
+        """Add what was found: a round of its own, or more of the first."""
+        if self.extending:
+            for key, found in losses.items():
+                self.rounds[0].setdefault(key, {}).update(found)
+        else:
+            self.rounds.append(losses)
+
+    def expected(self) -> list[Cell]:
+        """About what it comes to, before anything is known: of each later round the first choices."""
+        tuning = self.experiment.tuning
+        if tuning is None:
+            return []
+        cells, left = [], tuning.choices()
+        for index, (_, most) in enumerate(tuning.rounds):
+            left = left[:most]
+            cells += self._cells(index, partial(_always, left))
+        return cells
+
+    def _cells(self, index: int, choices: Choices | None) -> list[Cell]:
+        tuning = self.experiment.tuning
+        assert tuning is not None
+        cells = self.experiment.tuning_cells(*self.where, tuning.rounds[index][0], choices)
+        self.choices |= {cell.choice_label: cell.choice for cell in cells}
+        return cells
+
+    def _best(self, number: int | None) -> Choices:
+        """For a column and row, so many choices with the lowest losses of the last round."""
+
+        def best(column: str, row: str) -> list[Mapping[str, Any]]:
+            losses = self.rounds[-1].get((column, row), {})
+            finite = [label for label in losses if math.isfinite(losses[label])]
+            return [self.choices[label] for label in sorted(finite, key=losses.__getitem__)[:number]]
+
+        return best
+
+    def _beyond(self) -> Choices:
+        """For a column and row, the choice past the best one, if the grid has to be extended."""
+        tuning = self.experiment.tuning
+        assert tuning is not None
+
+        def beyond(column: str, row: str) -> list[Mapping[str, Any]]:
+            losses = self.rounds[0].get((column, row), {})
+            best = self._best(1)(column, row)
+            further = tuning.beyond([self.choices[label] for label in losses], best[0]) if best else None
+            return [further] if further is not None else []
+
+        return beyond
 
 
 def tuning_losses(measured: Mapping[Cell, Sequence[Result]], diverged: Sequence[Cell] = ()) -> Losses:
@@ -36,21 +120,22 @@ def best_choices(losses: Losses) -> dict[tuple[str, str], str]:
 
 
 def chosen_settings(
-    experiment: Experiment, columns: Sequence[str], cells: Sequence[Cell], losses: Losses
+    experiment: Experiment, columns: Sequence[str], choices: Mapping[str, Mapping[str, Any]], losses: Losses
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """The settings that every column and row is reported with."""
+    """The settings that every column and row is reported with: those of the label with the lowest loss."""
     tuning = experiment.tuning
     if tuning is None:
         return {}
-    by_label = {cell.choice_label: dict(cell.choice) for cell in cells}
-    best = {key: by_label[label] for key, label in best_choices(losses).items() if math.isfinite(losses[key][label])}
+    best = {
+        key: dict(choices[label]) for key, label in best_choices(losses).items() if math.isfinite(losses[key][label])
+    }
     if tuning.column is None:
         return best
     return {(column, row): settings for (_, row), settings in best.items() for column in columns}
 
 
 def tuning_evidence(
-    experiment: Experiment, losses: Losses, chosen: Mapping[tuple[str, str], Mapping[str, Any]]
+    experiment: Experiment, rounds: Sequence[Losses], chosen: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """What was chosen for every column and row, and why, to be stored with the results."""
     tuning = experiment.tuning
@@ -60,14 +145,25 @@ def tuning_evidence(
         f"{column} {row}": {
             "column": tuning.column or column,
             "seeds": list(tuning.seeds),
-            "losses": losses[tuning.column or column, row],
+            "rounds": [
+                {"share_of_steps": share, "losses": losses.get((tuning.column or column, row), {})}
+                for (share, _), losses in zip(tuning.rounds, rounds, strict=False)
+            ],
             "chosen": dict(settings),
         }
         for (column, row), settings in chosen.items()
     }
 
 
-def tuning_table(losses: Losses) -> Table:
+def tuning_tables(experiment: Experiment, rounds: Sequence[Losses]) -> list[Table]:
+    """One for each round."""
+    tuning = experiment.tuning
+    if tuning is None:
+        return []
+    return [tuning_table(losses, share) for (share, _), losses in zip(tuning.rounds, rounds, strict=False) if losses]
+
+
+def tuning_table(losses: Losses, share: float = 1.0) -> Table:
     """The loss of every choice, the lowest marked; one at the edge of the grid may not be the best there is."""
     choices = list(dict.fromkeys(choice for row in losses.values() for choice in row))
     best = best_choices(losses)
@@ -79,5 +175,6 @@ def tuning_table(losses: Losses) -> Table:
             + [f"{by_choice[choice]:.4f}" if choice in by_choice else "" for choice in choices]
         )
         marked.add((y, 1 + choices.index(best[column, row])))
-    note = "Mean loss within the training length; the lowest, which is taken, is bold."
-    return Table(["attention", *choices], rows, "Tuning", note, frozenset(marked))
+    note = "Mean loss within the training length; the lowest is bold."
+    title = "Tuning" if share == 1.0 else f"Tuning, {share:g} of the steps"
+    return Table(["attention", *choices], rows, title, note, frozenset(marked))

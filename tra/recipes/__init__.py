@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tra import plugins
 from tra.recipes.base import Recipe
-from tra.recipes.flip_flop import flip_flop, flip_flop_narrow, flip_flop_small
+from tra.recipes.flip_flop import flip_flop, flip_flop_small
 from tra.recipes.strings import STRING_RECIPES
 from tra.recipes.wikitext import wikitext103, wikitext103_small
 from tra.tasks import Evaluation
@@ -15,7 +15,6 @@ RecipeOf = Callable[..., Recipe]
 RECIPES: dict[str, RecipeOf] = {
     "flip-flop": flip_flop,
     "flip-flop-small": flip_flop_small,
-    "flip-flop-narrow": flip_flop_narrow,
     **STRING_RECIPES,
     "wikitext103": wikitext103,
     "wikitext103-small": wikitext103_small,

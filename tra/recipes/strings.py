@@ -1,12 +1,12 @@
-"""Copying, induction and instructed strings: at the paper's scale, and at one for two cores."""
+"""Copying, induction and instructed strings, at the paper's scale and at one for two cores; parity and recall at the
+latter."""
 
 from collections.abc import Callable
 from functools import partial
 
-from tra.model import DecoderConfig, sized
+from tra.model import sized
 from tra.recipes.base import Recipe
-from tra.recipes.rates import small_rate
-from tra.tasks import Evaluation
+from tra.tasks import Evaluation, build_task
 
 SETS = {
     "copy_unique": ("copy",),
@@ -15,20 +15,23 @@ SETS = {
     "induct_recent": ("induct",),
     "instructed": ("all", "copy", "reverse", "last", "next", "previous", "drop"),
 }
-"""The evaluation sets of each task on strings."""
+"""The evaluation sets of each of the paper's tasks on strings."""
+
+OTHERS = {"recall": ("recall",), "parity": ("parity",)}
+"""Those of tasks that the paper does not have."""
 
 LONGER = dict.fromkeys(SETS, (50, 100, 150, 200, 250, 300)) | {"instructed": (50, 100, 200, 300, 400, 500)}
 
 
 def paper(task: str, attention: str = "tra") -> Recipe:
-    """Mini model; strings of up to 50 symbols, 4M of them in one pass. Learning rate and alphabet are ours."""
+    """Mini model; strings of up to 50 symbols, the stated 100,000 steps. Learning rate and alphabet are ours."""
     return Recipe(
         name=task.replace("_", "-"),
         model=sized("mini", vocabulary=600, attention=attention),
         task=task,
         task_options={"alphabet": 512},
         length=50,
-        steps=31_250,
+        steps=100_000,
         batch=128,
         learning_rate=1e-4,
         log_every=100,
@@ -38,28 +41,31 @@ def paper(task: str, attention: str = "tra") -> Recipe:
 
 
 def small(task: str, attention: str = "tra") -> Recipe:
-    """Two cores: a narrower model, strings of up to 8 symbols measured at up to 4 times that."""
-    sets = SETS[task]
+    """Two cores: the mini model without dropout in bfloat16, strings of up to 8 symbols (24 tokens of recall),
+    measured at up to 8 times that."""
+    sets, length = {**SETS, **OTHERS}[task], 24 if task == "recall" else 8
+    model = sized("mini", vocabulary=build_task(task).vocabulary, dropout=0.0, attention=attention)
     return Recipe(
         name=f"{task.replace('_', '-')}-small",
-        model=DecoderConfig(vocabulary=50, layers=4, heads=4, width=128, dropout=0.0, attention=attention),
+        model=model,
         task=task,
-        task_options={"alphabet": 40},
-        length=8,
-        steps=1000,
+        length=length,
+        steps=2500,
         batch=32,
-        learning_rate=small_rate(attention),
+        learning_rate=1e-3,
         beta2=0.95,
+        precision="bf16",
         checkpoint_every=500,
         keep_checkpoints=1,
         evaluations=tuple(
-            Evaluation(name, length, 256 if len(sets) == 1 else 128) for length in (8, 16, 32) for name in sets
+            Evaluation(name, times * length, 256 if len(sets) == 1 else 128) for times in (1, 2, 4, 8) for name in sets
         ),
     )
 
 
 STRING_RECIPES: dict[str, Callable[..., Recipe]] = {
     name: partial(scale, task)
-    for task in SETS
-    for name, scale in ((task.replace("_", "-"), paper), (f"{task.replace('_', '-')}-small", small))
+    for scale, tasks, suffix in ((paper, SETS, ""), (small, {**SETS, **OTHERS}, "-small"))
+    for task in tasks
+    for name in (task.replace("_", "-") + suffix,)
 }

@@ -107,6 +107,11 @@ class Checkpoints:
                 return str(error)
         return f"the last good checkpoint is {found.path}" if found else "there is no earlier checkpoint"
 
+    def remove(self) -> None:
+        """All of them: the run can no longer be read or gone on with, and what it measured stays."""
+        if self.folder.exists():
+            remove_folder(self.folder)
+
     def remove_partial(self) -> None:
         """Remove what a killed process left half-written."""
         remove_partial(self.folder)

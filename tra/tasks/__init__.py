@@ -12,6 +12,8 @@ from tra.tasks.flip_flop import FlipFlop
 from tra.tasks.induct import InductOnce, InductRecent
 from tra.tasks.instructed import Instructed
 from tra.tasks.measures import Evaluation, ExactMatch, Perplexity, Prediction, Result
+from tra.tasks.parity import Parity
+from tra.tasks.recall import Recall
 
 
 def text(train: str = "wikitext-103", evaluation: str | None = None, tokenizer: str = "gpt2") -> Task:
@@ -22,7 +24,10 @@ def text(train: str = "wikitext-103", evaluation: str | None = None, tokenizer: 
 
 
 TASKS: dict[str, Callable[..., Task]] = {
-    **{task.name: task for task in (FlipFlop, CopyUnique, CopyRepeat, InductOnce, InductRecent, Instructed)},
+    **{
+        task.name: task
+        for task in (FlipFlop, CopyUnique, CopyRepeat, InductOnce, InductRecent, Instructed, Parity, Recall)
+    },
     "text": text,
 }
 """Every task by name: a class, or a function, whose arguments are the task's options."""
@@ -55,9 +60,11 @@ __all__ = [
     "InductOnce",
     "InductRecent",
     "Instructed",
+    "Parity",
     "Perplexity",
     "Prediction",
     "ReadsText",
+    "Recall",
     "Result",
     "Task",
     "build_task",

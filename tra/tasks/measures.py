@@ -126,6 +126,8 @@ class ExactMatch(Result):
 
     exact_match: float
     token_accuracy: float
+    tokens: int | None = None
+    """How many tokens had to be predicted; earlier versions did not store it."""
 
     @classmethod
     def of(cls, evaluation: Evaluation, predictions: Iterable[Prediction]) -> Self:
@@ -147,6 +149,7 @@ class ExactMatch(Result):
             parts=packed(torch.stack([matches.float(), torch.ones(len(matches))], dim=1)),
             exact_match=int(matches.sum()) / len(matches),
             token_accuracy=correct / tokens,
+            tokens=tokens,
         )
 
     @property
