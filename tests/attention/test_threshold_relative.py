@@ -96,3 +96,22 @@ def test_gates_start_as_asked() -> None:
     assert ThresholdRelativeAttention(64, 4, gate_bias=3.0).gate.bias.tolist() == [3.0] * 4
     with pytest.raises(ValueError, match="gate_bias must be None with gate_spread, which sets it for each head"):
         ThresholdRelativeAttention(64, 4, gate_bias=3.0, gate_spread=True)
+
+
+def test_a_leak_adds_the_gradient_of_attention_without_a_threshold_and_changes_nothing_else() -> None:
+    """Against the sum of the two gradients, each taken by itself."""
+    published = ThresholdRelativeAttention(64, 4).double()
+    leaking, whole = ThresholdRelativeAttention(64, 4, leak=0.3), ThresholdRelativeAttention(64, 4, threshold=-1e30)
+    for other in (leaking, whole):
+        other.double().load_state_dict(published.state_dict())
+    x, upstream = torch.randn(2, 1, 20, 64, dtype=torch.float64).unbind()
+    outs = [module.train()(x) for module in (published, leaking, whole)]
+    assert_close(outs[1], outs[0], rtol=0, atol=0)
+    for out in outs:
+        (out * upstream).sum().backward()
+    for name in ("query", "key", "value", "gate"):
+        plain, both, unthresholded = (getattr(module, name).weight.grad for module in (published, leaking, whole))
+        assert_close(both, plain + 0.3 * unthresholded)
+    assert_close(leaking.eval()(x), published(x), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"leak must be at least 0, got -1\.0"):
+        ThresholdRelativeAttention(64, 4, leak=-1.0)

@@ -127,7 +127,7 @@ def test_another_task_keeps_the_options_that_it_has(monkeypatch: pytest.MonkeyPa
         ("flip-flop-small --lr 3", "--lr is no option of tra train flip-flop-small; did you mean --learning-rate?"),
         ("flip-flop-small --track nothing", "track must be one of "),
         ("flip-flop-small twice", "does not expect 'twice' here"),
-        ("", "or --resume RUN must be given; recipes: flip-flop, flip-flop-small, flip-flop-narrow, "),
+        ("", "or --resume RUN must be given; recipes: flip-flop, flip-flop-small, "),
         ("--steps 3 flip-flop-small", "recipe, before all options, or --resume RUN must be given"),
         ("--resume=nowhere", "run must be a folder that holds recipe.json, got nowhere"),
         ("--resume nowhere", "run must be a folder that holds recipe.json, got nowhere"),

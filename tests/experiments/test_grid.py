@@ -334,7 +334,7 @@ from tra.recipes import build_recipe
 
 def quick(attention="tra"):
     changes = {"steps": 2, "length": 16, "evaluations": (), "model.width": 16}
-    return build_recipe("flip-flop-narrow", attention).changed(changes)
+    return build_recipe("flip-flop-small", attention).changed(changes)
 
 
 experiment = Experiment({"small": {"flip_flop": quick}}, ("tra",))

@@ -192,7 +192,7 @@ def test_the_command_to_go_on_with_can_be_pasted(
         raise Interrupted("stopped")
 
     monkeypatch.setattr(REPRODUCE, "run_all", interrupted)
-    command = smoke("tuning", tmp_path / "my runs")
+    command = smoke("figure1", tmp_path / "my runs")
     assert main(command) == 130
     err = capsys.readouterr().err
     assert err.startswith("tra: stopped by: tra reproduce ")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ from tests.experiments.small import content_of, files_below, flip_flop, of_flip_
 from tra.errors import RunError
 from tra.experiments import Experiment, Request, Row, Tuning
 from tra.experiments.base import Cell
-from tra.experiments.tuning import best_choices, chosen_settings, tuning_losses, tuning_table
+from tra.experiments.tuning import (
+    Losses,
+    Search,
+    best_choices,
+    chosen_settings,
+    tuning_evidence,
+    tuning_losses,
+    tuning_table,
+)
 from tra.recipes import Recipe
 from tra.runs import load_run
 from tra.tasks import ExactMatch, Result
@@ -40,6 +48,10 @@ def measured(experiment: Experiment, losses: Mapping[tuple[Any, ...], tuple[floa
     return found
 
 
+def by_label(cells: Iterable[Cell]) -> dict[str, Mapping[str, Any]]:
+    return {cell.choice_label: cell.choice for cell in cells}
+
+
 def test_the_lowest_loss_within_the_training_length_is_chosen_whatever_lies_past_it() -> None:
     """The higher rate is far better past it; the lower is better within it by the mean over seeds."""
     experiment = of_flip_flop(rows=("tra",), tuning=replace(RATES, seeds=(100, 101)))
@@ -54,7 +66,7 @@ def test_the_lowest_loss_within_the_training_length_is_chosen_whatever_lies_past
     )
     losses = tuning_losses(found)
     assert losses["flip_flop", "tra"] == pytest.approx({"learning_rate=0.001": 0.6, "learning_rate=0.02": 0.65})
-    assert chosen_settings(experiment, ["flip_flop"], list(found), losses) == {
+    assert chosen_settings(experiment, ["flip_flop"], by_label(found), losses) == {
         ("flip_flop", "tra"): {"learning_rate": 1e-3}
     }
 
@@ -73,7 +85,7 @@ AT = {
 
 def test_each_column_and_row_has_a_choice_of_its_own() -> None:
     found = measured(TWO, AT)
-    assert chosen_settings(TWO, ["a", "b"], list(found), tuning_losses(found)) == {
+    assert chosen_settings(TWO, ["a", "b"], by_label(found), tuning_losses(found)) == {
         ("a", "tra"): {"learning_rate": 1e-3},
         ("a", "rope"): {"learning_rate": 2e-2},
         ("b", "tra"): {"learning_rate": 2e-2},
@@ -85,7 +97,7 @@ def test_or_one_column_chooses_for_all() -> None:
     one = replace(TWO, tuning=replace(RATES, column="a"))
     found = measured(one, AT)
     assert {cell.column for cell in found} == {"a"}
-    assert chosen_settings(one, ["a", "b"], list(found), tuning_losses(found)) == {
+    assert chosen_settings(one, ["a", "b"], by_label(found), tuning_losses(found)) == {
         (column, row): {"learning_rate": rate} for row, rate in (("tra", 1e-3), ("rope", 2e-2)) for column in "ab"
     }
     with pytest.raises(ValueError, match="column must be one of a, b, got 'c'"):
@@ -165,12 +177,14 @@ def test_tuned_settings_are_those_of_the_reported_runs_and_the_evidence_is_store
     (name, evidence), *others = content["tuning"].items()
     assert (name, others) == ("flip_flop tra", [])
     assert (evidence["column"], evidence["seeds"]) == ("flip_flop", [1000])
+    ((share, losses),) = (round.values() for round in evidence["rounds"])
+    assert share == 1.0
     tried = tmp_path / "tuning" / "flip_flop" / "tra"
     for rate in ("0.001", "0.02"):
         stored = content_of(tried / f"learning_rate={rate}" / "1000")["results"]
         (within,) = (row["loss"] for row in stored if row["length"] == 8)
-        assert evidence["losses"][f"learning_rate={rate}"] == pytest.approx(within)
-    lowest = min(evidence["losses"], key=evidence["losses"].__getitem__)
+        assert losses[f"learning_rate={rate}"] == pytest.approx(within)
+    lowest = min(losses, key=losses.__getitem__)
     rate = evidence["chosen"]["learning_rate"]
     assert lowest == f"learning_rate={rate:g}"
     for seed in range(2):
@@ -182,7 +196,7 @@ def test_tuned_settings_are_those_of_the_reported_runs_and_the_evidence_is_store
     assert "| rope† |" in outcome.shown
     assert "| tra |" in outcome.shown
     assert " †: not tuned. " in outcome.shown
-    assert outcome.shown.endswith(tuning_table({("flip_flop", "tra"): evidence["losses"]}).markdown())
+    assert outcome.shown.endswith(tuning_table({("flip_flop", "tra"): losses}).markdown())
     assert not any(row["seed"] == 1000 for row in content["results"])
 
     before = files_below(tmp_path / "tuning") | files_below(tmp_path / "runs")
@@ -236,7 +250,104 @@ def test_a_choice_that_diverges_loses_and_stops_nothing(tmp_path: Path) -> None:
     outcome = experiment.perform(Request(tmp_path, "smoke"))
     assert {cell.recipe.learning_rate for cell in outcome.cells} == {1e-3}
     (evidence,) = content_of(tmp_path)["tuning"].values()
-    assert evidence["losses"]["learning_rate=1e+30"] == math.inf
+    assert evidence["rounds"][0]["losses"]["learning_rate=1e+30"] == math.inf
     tries = {path.parent.parent.name: load_run(path.parent) for path in tmp_path.glob("tuning/*/*/*/*/recipe.json")}
     assert tries["learning_rate=1e+30"].diverged
     assert not tries["learning_rate=0.001"].diverged
+
+
+HALVING = Tuning(
+    {"learning_rate": (1e-3, 2e-3, 4e-3), "model.attention_options.qk_norm": (True, False)},
+    rounds=((0.25, None), (0.5, 2), (1.0, 1)),
+    extended="learning_rate",
+)
+
+
+def searched(loss_of: Any, tuning: Tuning = HALVING) -> tuple[Search, list[list[Cell]]]:
+    """A search in which every run of a row has the loss that a function of its choice gives, and what it tried."""
+    experiment = of_flip_flop(rows=("tra", "rope"), tuning=tuning)
+    search, asked = Search(experiment, Path("out"), "smoke", experiment.chosen_rows(())), []
+    while cells := search.next():
+        asked.append(cells)
+        losses: Losses = {}
+        for cell in cells:
+            found = loss_of(cell.row, cell.recipe.learning_rate, cell.choice["model.attention_options.qk_norm"])
+            losses.setdefault((cell.column, cell.row), {})[cell.choice_label] = found
+        search.tell(losses)
+    return search, asked
+
+
+def test_each_round_keeps_the_best_of_the_last_and_the_last_decides() -> None:
+    """The best of TRA is amid the grid; RoPE's is at its lower end, so that one rate below is tried, and is worse."""
+    best = {"tra": (2e-3, False), "rope": (1e-3, True)}
+
+    def loss(row: str, rate: float, norm: bool) -> float:
+        return abs(math.log2(rate / best[row][0])) + 0.1 * (norm != best[row][1])
+
+    search, asked = searched(loss)
+    assert [len(cells) for cells in asked] == [12, 1, 4, 2]
+    assert [cell.recipe.steps for cells in asked for cell in cells[:1]] == [1, 1, 2, 4]
+    (beyond,) = asked[1]
+    assert (beyond.row, beyond.choice_label) == ("rope", "learning_rate=0.0005 qk_norm=True")
+    assert beyond.recipe.model.attention_options == {"qk_norm": True}
+    assert {(cell.row, cell.choice_label) for cell in asked[2]} == {
+        (row, f"learning_rate={rate} qk_norm={norm}")
+        for row, rate in (("tra", "0.002"), ("rope", "0.001"))
+        for norm in (True, False)
+    }
+    chosen = chosen_settings(search.experiment, ["flip_flop"], search.choices, search.rounds[-1])
+    assert chosen == {
+        ("flip_flop", row): {"learning_rate": rate, "model.attention_options.qk_norm": norm}
+        for row, (rate, norm) in best.items()
+    }
+    assert len({cell.folder for cells in asked for cell in cells}) == 19
+    evidence = tuning_evidence(search.experiment, search.rounds, chosen)["flip_flop rope"]["rounds"]
+    assert [(len(one["losses"]), one["share_of_steps"]) for one in evidence] == [(7, 0.25), (2, 0.5), (1, 1.0)]
+
+
+def test_the_grid_goes_on_past_its_ends_but_not_for_ever() -> None:
+    _, asked = searched(lambda row, rate, norm: -rate if row == "tra" else rate)
+    rates = [[cell.recipe.learning_rate for cell in cells] for cells in asked[1:4]]
+    assert rates == [[8e-3, 5e-4], [16e-3, 2.5e-4], [32e-3, 1.25e-4]]
+    assert {cell.recipe.learning_rate for cell in asked[-1]} == {32e-3, 1.25e-4}
+    assert all(cells[0].choice["model.attention_options.qk_norm"] for cells in asked[1:4]), "with what the best has"
+
+
+def test_a_choice_that_diverges_is_not_kept_and_a_row_without_any_is_left_out() -> None:
+    def loss(row: str, rate: float, norm: bool) -> float:
+        return math.inf if row == "rope" or rate > 3e-3 else rate
+
+    _, asked = searched(loss, replace(HALVING, extended=None))
+    assert [{cell.row for cell in cells} for cells in asked] == [{"tra", "rope"}, {"tra"}, {"tra"}]
+    assert all(cell.recipe.learning_rate < 3e-3 for cells in asked[1:] for cell in cells)
+
+
+def test_tuning_is_measured_within_the_training_length_on_the_set_that_is_like_what_is_trained_on() -> None:
+    for cell in TWO.tuning_cells(Path("out"), "smoke", [Row("tra")]):
+        assert [(entry.name, entry.length) for entry in cell.recipe.evaluations] == [("iid", 8)]
+
+
+def test_what_tuning_trained_is_not_kept(tmp_path: Path, run_here: list[list[Cell]]) -> None:
+    experiment = of_flip_flop(rows=("tra",), tuning=replace(RATES, rounds=((0.5, None), (1.0, 1))))
+    experiment.perform(Request(tmp_path, "smoke"))
+    assert [len(cells) for cells in run_here] == [2, 1, 1]
+    assert not list(tmp_path.glob("tuning/**/checkpoints"))
+    assert list(tmp_path.glob("runs/**/checkpoints"))
+    experiment.perform(Request(tmp_path, "smoke"))
+    assert [len(cells) for cells in run_here[3:]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rounds": ()}, "rounds must each have a share of the steps and a number of choices"),
+        ({"rounds": ((0.0, None),)}, "rounds must each have a share of the steps and a number of choices"),
+        ({"rounds": ((0.5, 0),)}, "rounds must each have a share of the steps and a number of choices"),
+        ({"extended": "warmup"}, "extended must be one of learning_rate"),
+        ({"grid": {"learning_rate": (2e-3, 1e-3)}}, "learning_rate must have two or more rising values to be extended"),
+        ({"grid": {"learning_rate": (1e-3,)}}, "learning_rate must have two or more rising values to be extended"),
+    ],
+)
+def test_rounds_and_extensions_that_mean_nothing_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(HALVING, **changes)

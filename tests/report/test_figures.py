@@ -60,6 +60,13 @@ def test_a_heatmap_is_vectors_with_a_legend_that_says_what_white_is(tmp_path: Pa
     assert b"/Subtype /Image" not in (tmp_path / "heatmap.pdf").read_bytes()
 
 
+def test_the_stronger_a_weight_the_darker_it_is() -> None:
+    palette = heatmap_colours()(numpy.linspace(0, 1, 64))[:, :3]
+    luminance = palette @ numpy.array([0.2126, 0.7152, 0.0722])
+    assert (numpy.diff(luminance) < 0).all()
+    assert luminance[-1] < 0.1
+
+
 def test_a_negative_weight_is_drawn_by_its_size() -> None:
     assert heatmap_values(torch.tensor([-0.5, 0.25, -1e-30])).tolist() == pytest.approx([0.5, 0.25, 1e-4])
 
@@ -241,9 +248,23 @@ def test_colours_and_resolution_are_those_of_the_style(tmp_path: Path) -> None:
         assert colours_of(measure_by_length(LINES)) == ["#e24a33", "#348abd"]
 
 
-def test_more_mechanisms_than_the_style_has_colours_still_have_their_own() -> None:
-    records = [record for row in range(14) for record in matches("c", f"row {row}", "iid", {8: [1.0]})]
-    assert len(set(colours_of(measure_by_length(records)))) == 14
+def test_more_mechanisms_than_can_be_told_apart_have_a_panel_each(tmp_path: Path) -> None:
+    """With a line for each set in it, and those of all mechanisms in grey behind them."""
+    records = [
+        record
+        for row in range(14)
+        for name in ("iid", "dense")
+        for record in matches("c", f"row {row}", name, {8: [1.0, 1.0], 16: [0.05 * row, 0.01 * row]})
+    ]
+    figure = measure_by_length(records, "c")
+    shown = [panel for panel in figure.axes if panel.axison]
+    assert [panel.get_title() for panel in shown] == [f"row {row}" for row in range(14)]
+    for row, panel in enumerate(shown):
+        own = [line for line in panel.lines if line.get_label() in ("iid", "dense")]
+        assert [line.get_xydata().tolist() for line in own] == [[[8, 1.0], [16, pytest.approx(0.03 * row)]]] * 2
+        assert len(panel.lines) == 2 + 2 * 14
+    save_figure(figure, tmp_path / "figure.png")
+    assert len({line.get_label() for panel in measure_by_length(records[: 8 * 8]).axes for line in panel.lines}) == 8
 
 
 def test_a_style_that_does_not_exist_is_named() -> None:

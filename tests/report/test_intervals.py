@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.report.measured import marked, stretches
-from tra.report.intervals import interval, spread
+from tra.report.intervals import interval, spread, unseen
 from tra.tasks import ExactMatch, Result
 
 NORMAL = 1.959964
@@ -144,3 +144,10 @@ def test_mean_and_sample_deviation() -> None:
     mean, deviation = spread([math.inf, 1.0])
     assert mean == math.inf
     assert math.isnan(deviation)
+
+
+def test_what_was_not_seen_in_many_trials_is_rarer_than_three_divided_by_their_number() -> None:
+    """The rule of three: (1 - p)^n = 5% at the bound."""
+    for number in (10, 1000, 10**6):
+        assert (1 - unseen(number)) ** number == pytest.approx(0.05)
+        assert 2.5 / number < unseen(number) < 3.0 / number

@@ -13,6 +13,7 @@ import pytest
 from tests.report.measured import marked, matches, perplexities, stretches
 from tra.report import Record, Table
 from tra.report.tables import by_length_table, comparison_csv, comparison_tables, latex, markdown, results_table
+from tra.tasks import ExactMatch
 
 # Trained at 8. The mean over 16 and 32 is the same for both seeds of "a", though each of its cells varies.
 COPY = [
@@ -366,3 +367,25 @@ def test_latex_can_be_typeset(tmp_path: Path) -> None:
 
 def test_markdown_keeps_a_bar_inside_its_cell() -> None:
     assert Table(["a|b", "c"], [["d|e", "1"]]).markdown() == "| a\\|b | c |\n|---|---:|\n| d\\|e | 1 |\n"
+
+
+def test_where_no_error_was_found_the_table_says_how_many_there_may_be() -> None:
+    """Past the training length, over lengths and seeds: 2 x (100 + 50) sequences, 2 x (700 + 800) tokens."""
+
+    def flawless(row: str, last: float, tokens: int | None = 800) -> list[Record]:
+        return [
+            Record(
+                "flip_flop", row, seed, 8, "tokens", ExactMatch("iid", length, n, None, 0.1, None, value, 1.0, reads)
+            )
+            for seed in range(2)
+            for length, n, value, reads in ((8, 9, 0.5, 9), (16, 100, 1.0, 700), (32, 50, last, tokens))
+        ]
+
+    records = [*flawless("tra", 1.0), *flawless("rope", 0.98), *flawless("old", 1.0, tokens=None)]
+    (table,) = (table for table in comparison_tables(records) if table.title == "No error found")
+    ((*words, sequences, per_sequence, tokens, per_token),) = table.rows
+    assert words == ["tra", "flip_flop iid", "16 to 32", "2"]
+    assert (sequences, tokens) == ("300", "3,000")
+    assert (1 - float(per_sequence)) ** 300 == pytest.approx(0.05, rel=0.05)
+    assert (1 - float(per_token)) ** 3000 == pytest.approx(0.05, rel=0.05)
+    assert not [table for table in comparison_tables(flawless("rope", 0.98)) if table.title == "No error found"]

@@ -7,7 +7,7 @@ from torch import Tensor
 from tra.attention.base import Context, distances
 from tra.attention.dense import dense_mix, dense_scores, dense_softmax
 from tra.attention.gate import GatedAttention, linear_gate
-from tra.attention.threshold_relative import OperatorAttention
+from tra.attention.threshold_relative import KEEPS_ALL, OperatorAttention
 
 
 class ThresholdOnlyAttention(OperatorAttention):
@@ -28,8 +28,7 @@ class ThresholdOnlyAttention(OperatorAttention):
 class DistanceOnlyAttention(GatedAttention, OperatorAttention):
     """The gated distance without a threshold: every key is kept, so distance counts all tokens."""
 
-    threshold = -1e30
-    """Below every score, and finite as the operator wants it."""
+    threshold = KEEPS_ALL
 
 
 class OrdinaryDistanceAttention(GatedAttention):

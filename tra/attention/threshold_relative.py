@@ -12,6 +12,9 @@ from tra.lookup import lookup
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS
 
+KEEPS_ALL = -1e30
+"""A threshold below every score, and finite as the operator wants it."""
+
 
 class OperatorAttention(Attention):
     """Attention through the operator of this package, whose threshold and gate a subclass decides.
@@ -79,6 +82,8 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
         threshold: a key is kept when its score is greater.
         threshold_rise: an aid to training, ours: the share of the steps over which the threshold rises to that from
             -sqrt(D), which keeps nearly all keys. In evaluation mode it is the threshold always.
+        leak: an aid to training, ours: how much of the gradient of the same attention without a threshold is added, so
+            that keys that are left out learn too. What is computed stays the same.
 
     Example:
         >>> attention = ThresholdRelativeAttention(width=64, heads=4)
@@ -94,12 +99,15 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
         *,
         threshold: float = 0.0,
         threshold_rise: float = 0.0,
+        leak: float = 0.0,
         **shared: Any,
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
         if not 0.0 <= threshold_rise <= 1.0:
             raise ValueError(f"threshold_rise must be a share of the steps in [0, 1], got {threshold_rise!r}")
-        self.threshold, self.threshold_rise = threshold, threshold_rise
+        if not leak >= 0.0:
+            raise ValueError(f"leak must be at least 0, got {leak!r}")
+        self.threshold, self.threshold_rise, self.leak = threshold, threshold_rise, leak
         self.risen = 1.0
         """How much of the rise is done."""
 
@@ -111,3 +119,18 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
             return self.threshold
         lowest = min(self.threshold, -math.sqrt(self.head_width))
         return lowest + self.risen * (self.threshold - lowest)
+
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        out = super().attend(x, query, key, value, context)
+        if self.leak == 0.0 or not self.training or context.exact:
+            return out
+        whole = threshold_relative_attention(
+            query,
+            key,
+            value,
+            self.log_gate(x),
+            key_mask=context.key_mask,
+            segment_ids=context.segment_ids,
+            threshold=KEEPS_ALL,
+        )
+        return out + self.leak * (whole - whole.detach())

@@ -13,6 +13,8 @@ from tra.lookup import lookup
 BUILT_IN = {
     "demo": "tra.experiments.demo:DEMO",
     "table1": "tra.experiments.table1:TABLE1",
+    "aids": "tra.experiments.aids:AIDS",
+    "steps": "tra.experiments.steps:STEPS",
     "figure1": "tra.experiments.figure1:FIGURE1",
     "figure2": "tra.experiments.figure2:FIGURE2",
     "figure3": "tra.experiments.figure3:FIGURE3",

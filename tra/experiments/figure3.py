@@ -44,6 +44,9 @@ def _figures(outcome: Outcome) -> dict[str, Figure]:
 FIGURE3 = Experiment(
     scales=FIGURE2.scales,
     rows=("tra",),
+    seeds=1,
+    tuning=FIGURE2.tuning,
+    at_scale={scale: {**changes, "seeds": 1} for scale, changes in FIGURE2.at_scale.items()},
     tables=_tables,
     figures=_figures,
     results_file="figure3.json",

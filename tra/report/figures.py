@@ -5,8 +5,9 @@ Colours, fonts and sizes follow matplotlib's own settings, so that a style sheet
 
 import io
 import math
+import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ MOST_SHAPES = 50_000
 """Cells that are drawn as shapes; of more, which could not be told apart on paper, each panel is one image."""
 LONG_LABEL = 24
 """Characters of a mechanism's label from which on the legend stands below the panels."""
+MOST_LINES = 8
+"""In one panel."""
 FORMATS = ("png", "svg", "pdf")
 
 Points = Sequence[tuple[int, float]]
@@ -39,23 +42,56 @@ Points = Sequence[tuple[int, float]]
 def measure_by_length(records: Sequence[Record], title: str = "") -> Figure:
     """The measure against length: a panel per set, a line per mechanism, the training range shaded.
 
-    Several results of one set and length are several seeds: the line is their mean, the band their range.
+    Several results of one set and length are several seeds: the line is their mean, the band their range. More
+    mechanisms than eyes can tell apart in one panel have a panel each.
     """
+    if len({record.row for record in records}) > MOST_LINES:
+        return small_multiples(records, title)
     measure = type(records[0].result)
     panels_of = grouped(records, lambda record: record.result.place)
     figure = Figure(figsize=(3.4 * len(panels_of) + 1.6, 3.4), layout="constrained")
     panels = figure.subplots(1, len(panels_of), sharey=True, squeeze=False)[0]
     for panel, (place, mine) in zip(panels, panels_of.items(), strict=True):
-        lines = {
-            row: [(record.result.length, record.result.value) for record in some]
-            for row, some in grouped(mine, lambda record: record.row).items()
-        }
+        lines = _lines(mine, lambda record: record.row)
         _compare(panel, lines, records[0].trained)
         panel.set(title=place, xlabel=records[0].unit)
         if measure.averages:
             panel.set_ylim(0.0, 1.0)
     panels[0].set_ylabel(measure.titles[measure.measure])
     return _with_legend(figure, panels[0], title)
+
+
+def small_multiples(records: Sequence[Record], title: str = "") -> Figure:
+    """The measure against length: a panel per mechanism with a line per set; those of the others are grey."""
+    measure = type(records[0].result)
+    rows = grouped(records, lambda record: record.row)
+    across = math.ceil(math.sqrt(1.6 * len(rows)))
+    down = math.ceil(len(rows) / across)
+    figure = Figure(figsize=(1.9 * across + 1.4, 1.7 * down + 0.6), layout="constrained")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    every = {row: _lines(some, lambda record: record.result.place) for row, some in rows.items()}
+    for panel, (row, lines) in zip(panels.flat, every.items(), strict=False):
+        for other in every.values():
+            for points in other.values():
+                places, means, _, _ = _summed(points)
+                panel.plot(places, means, color="0.85", linewidth=0.7, zorder=1)
+        _compare(panel, lines, records[0].trained)
+        panel.set_title(row, fontsize="small", fontweight="bold" if row == "tra" else "normal")
+        panel.tick_params(labelsize="x-small")
+        if measure.averages:
+            panel.set_ylim(-0.03, 1.03)
+    for panel in panels.flat[len(every) :]:
+        panel.set_axis_off()
+    figure.supxlabel(records[0].unit, fontsize="small")
+    figure.supylabel(measure.titles[measure.measure], fontsize="small")
+    return _with_legend(figure, panels.flat[0], title)
+
+
+def _lines(records: Sequence[Record], label: Callable[[Record], str]) -> dict[str, Points]:
+    return {
+        name: [(record.result.length, record.result.value) for record in some]
+        for name, some in grouped(records, label).items()
+    }
 
 
 def perplexity_by_window(records: Sequence[Record]) -> Figure:
@@ -107,14 +143,11 @@ def _compare(panel: Axes, lines: Mapping[str, Points], trained: int) -> None:
     colours = _colours(len(lines))
     places = sorted({place for points in lines.values() for place, _ in points})
     for index, (attention, points) in enumerate(lines.items()):
-        values: dict[int, list[float]] = {}
-        for place, value in points:
-            values.setdefault(place, []).append(value)
-        at = sorted(values)
+        at, means, lowest, highest = _summed(points)
         colour, ours = colours[index], attention == "tra"
         panel.plot(
             at,
-            [sum(values[place]) / len(values[place]) for place in at],
+            means,
             marker="os^DvP*X"[index % 8],
             markersize=4,
             linewidth=2.4 if ours else 1.2,
@@ -122,7 +155,6 @@ def _compare(panel: Axes, lines: Mapping[str, Points], trained: int) -> None:
             color=colour,
             label=attention,
         )
-        lowest, highest = ([f(values[place]) for place in at] for f in (min, max))
         panel.fill_between(at, lowest, highest, color=colour, alpha=0.12, linewidth=0)
     panel.set_xscale("log", base=2)
     panel.set_xticks(places, [f"{place:,}" for place in places])
@@ -130,6 +162,16 @@ def _compare(panel: Axes, lines: Mapping[str, Points], trained: int) -> None:
     panel.axvspan(places[0] / 1.3, trained, color="0.92", zorder=0, label="trained length")
     panel.set_xlim(places[0] / 1.3, places[-1] * 1.3)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _summed(points: Points) -> tuple[list[int], list[float], list[float], list[float]]:
+    """The places from left to right, and the mean, least and greatest value at each."""
+    values: dict[int, list[float]] = {}
+    for place, value in points:
+        values.setdefault(place, []).append(value)
+    at = sorted(values)
+    mean, low, high = ([f(values[place]) for place in at] for f in (statistics.fmean, min, max))
+    return at, mean, low, high
 
 
 def _colours(number: int) -> list[Any]:

@@ -59,13 +59,13 @@ def interval(places: Sequence[Sequence[Result]], field: str) -> tuple[float, flo
     low, high = total.quantile(torch.tensor([outside, 1 - outside], dtype=torch.float64)).tolist()
     if low == high and not places[0][0].averages:
         return None  # of one stretch of text, and nothing to compare it with
-    low -= len(alike[1.0]) / len(places) * _unseen(sum(alike[1.0]), outside)
-    high += len(alike[0.0]) / len(places) * _unseen(sum(alike[0.0]), outside)
+    low -= len(alike[1.0]) / len(places) * unseen(sum(alike[1.0]), outside)
+    high += len(alike[0.0]) / len(places) * unseen(sum(alike[0.0]), outside)
     return low, high
 
 
-def _unseen(number: int, outside: float) -> float:
-    """How often something may happen that did not in so many sequences (Clopper and Pearson)."""
+def unseen(number: int, outside: float = 1 - LEVEL) -> float:
+    """How often something may happen that did not in so many trials (Clopper and Pearson); about 3 / number."""
     return 1 - outside ** (1 / number) if number else 0.0
 
 

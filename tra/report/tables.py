@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tra.report.intervals import interval, spread
+from tra.report.intervals import interval, spread, unseen
 from tra.report.records import Record, grouped
-from tra.tasks import Result
+from tra.tasks import ExactMatch, Result
 
 UNTUNED = "†"
 """After a row whose settings were not chosen for its mechanism."""
@@ -113,6 +113,7 @@ def comparison_tables(records: Sequence[Record]) -> list[Table]:
             within = [record for record in stands if record.result.length <= record.trained]
             how = f"Mean {title} over the longer lengths."
             tables += [_table(past, _column_and_set, field, "Past the training length", how)] if past else []
+            tables += flawless_tables(past)
             tables += (
                 [_table(within, _column_and_set, field, "Within the training length", f"Mean {title}.")]
                 if within
@@ -122,6 +123,36 @@ def comparison_tables(records: Sequence[Record]) -> list[Table]:
         for column, mine in columns.items():
             tables += _column_tables(column, mine, measure, several=len(columns) > 1)
     return tables
+
+
+def flawless_tables(past: Sequence[Record]) -> list[Table]:
+    """Where no error was found past the training length at any length with any seed, how many there may be."""
+    rows = []
+    for (row, place), some in grouped(past, lambda record: (record.row, _column_and_set(record))).items():
+        results = [record.result for record in some if isinstance(record.result, ExactMatch)]
+        if not results or any(result.value < 1.0 or result.tokens is None for result in results):
+            continue
+        sequences, tokens = (sum(getattr(result, name) for result in results) for name in ("examples", "tokens"))
+        lengths = sorted({result.length for result in results})
+        rows.append(
+            [
+                row,
+                place,
+                f"{lengths[0]:,} to {lengths[-1]:,}" if len(lengths) > 1 else f"{lengths[0]:,}",
+                str(len({record.seed for record in some})),
+                *(text for number in (sequences, tokens) for text in (f"{number:,}", f"{unseen(number):.1e}")),
+            ]
+        )
+    note = (
+        "All lengths and seeds together; the 95% bound on the error rate is Clopper and Pearson's for so many "
+        "independent trials, about 3 divided by their number. Seeds share their sequences and the tokens of a sequence "
+        "their model, so it is a little too low."
+    )
+    headings = (
+        *("attention", "task", "lengths", "seeds", "sequences", "errors per sequence, at most"),
+        *("tokens to predict", "errors per token, at most"),
+    )
+    return [Table(headings, rows, "No error found", note, words=3)] if rows else []
 
 
 def _column_tables(column: str, records: Sequence[Record], measure: type[Result], several: bool = False) -> list[Table]:

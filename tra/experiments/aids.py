@@ -1,0 +1,23 @@
+"""What makes TRA learn faster: aids to training, each tuned as every mechanism is; all read as published TRA does."""
+
+from tra.experiments.base import Experiment, Row
+from tra.experiments.table1 import SMALL_SCALE, SMOKE, TABLE1
+
+COLUMNS = ("induct_once", "copy_unique", "instructed", "flip_flop")
+
+AIDS = Experiment(
+    scales={
+        name: {column: columns[column] for column in COLUMNS}
+        for name, columns in (("smoke", SMOKE), ("small", SMALL_SCALE))
+    },
+    rows=(
+        "tra",
+        *(
+            Row("tra", options)
+            for options in ({"threshold_rise": 0.2}, {"gate_bias": 3.0}, {"gate_spread": True}, {"leak": 0.3})
+        ),
+    ),
+    seeds=5,
+    tuning=TABLE1.tuning,
+    at_scale={"smoke": {"tuning": None}},
+)
