@@ -10,10 +10,18 @@ import pytest
 import torch
 
 from tests.cli.calling import Captured, fails, json_of, shows
+from tests.cli.conftest import tiny
 from tra.cli import main
+from tra.model import Decoder
 from tra.recipes import RecipeOf
-from tra.runs import train
-from tra.tasks import FlipFlop
+from tra.runs import load_run, train
+from tra.runs.evaluation import measure
+from tra.tasks import Evaluation, FlipFlop
+
+
+@pytest.fixture(scope="module")
+def finished_rope(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tiny("rope"), tmp_path_factory.mktemp("finished") / "rope").folder
 
 
 def test_the_recipes_sets_are_measured_again_and_stored(finished_run: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -111,3 +119,24 @@ def test_what_is_no_recipe_is_said(tmp_path: Path, capsys: Captured) -> None:
     assert fails(["evaluate", "nowhere"], capsys) == "run must be a folder that holds recipe.json, got nowhere"
     (tmp_path / "recipe.json").write_text('{"name": "x"}')
     assert "is not a recipe that this version can read" in fails(["evaluate", str(tmp_path)], capsys)
+
+
+def test_a_run_can_be_measured_under_other_options_of_its_mechanism(
+    finished_rope: Path, finished_run: Path, capsys: Captured
+) -> None:
+    """YaRN for longer sequences: what a decoder with these options and the same weights makes of them."""
+    before = (finished_rope / "results.json").read_bytes()
+    arguments = ["evaluate", str(finished_rope), "--sets", "iid", "--lengths", "64", "--examples", "5"]
+    usual = json_of(arguments, capsys)["results"][0]
+    given = ["--options", "scaling=yarn", "factor=8", "trained_length=8"]
+    scaled = json_of([*arguments, *given], capsys)["results"][0]
+    assert scaled["loss"] != usual["loss"]
+    run = load_run(finished_rope)
+    options = {"scaling": "yarn", "factor": 8.0, "trained_length": 8}
+    other = Decoder(replace(run.recipe.model, attention_options=options)).eval()
+    other.load_state_dict(run.model.state_dict())
+    assert measure(other, FlipFlop(), Evaluation("iid", 64, 5)).loss == pytest.approx(scaled["loss"])
+    assert "| rope scaling=yarn factor=8 trained_length=8 | iid |" in shows([*arguments, *given], capsys)
+    assert (finished_rope / "results.json").read_bytes() == before
+    wrong = fails(["evaluate", str(finished_run), "--options", "factor=8"], capsys)
+    assert wrong.startswith("attention_options of tra must be among")

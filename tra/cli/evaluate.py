@@ -2,9 +2,9 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -31,6 +31,8 @@ class Evaluate(Common):
     """Of a text: let windows overlap and move on by this many tokens; without it they lie side by side."""
     data: str | None = None
     """Instead of generated sets, the published copy: "hub", or a folder that holds it."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the mechanism, others than it was trained with, e.g. scaling=yarn factor=8 trained_length=128."""
     json: bool = False
     """Print JSON."""
 
@@ -43,7 +45,10 @@ def run(arguments: list[str]) -> int:
     from tra.runs.distributed import joined
 
     found = load_run(options.run)
-    asked = any((options.sets, options.lengths, options.examples is not None, options.data, options.stride))
+    given = (options.sets, options.lengths, options.examples is not None, options.data, options.stride, options.options)
+    asked = any(given)
+    trained = found.recipe.model
+    label = replace(trained, attention_options={**trained.attention_options, **options.options}).label
     with on_console(quiet=options.json), joined() as first:
         found.model  # noqa: B018  says at once if there is none
         step, steps = found.step, found.recipe.steps
@@ -56,6 +61,7 @@ def run(arguments: list[str]) -> int:
             examples=options.examples,
             stride=options.stride,
             data=options.data,
+            options=options.options,
         )
     if not first:
         return 0
@@ -65,5 +71,5 @@ def run(arguments: list[str]) -> int:
         content = {"step": step, "environment": environment(), "results": [result.to_dict() for result in results]}
         print(json.dumps(content, indent=2))
     else:
-        print(results_table(found.recipe.model.label, results, found.task.unit), end="")
+        print(results_table(label, results, found.task.unit), end="")
     return 0

@@ -1,5 +1,6 @@
 """What an experiment would take: its runs, parameters and tokens, and the time, estimated from a few measured steps."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -20,6 +21,8 @@ TOKENS = 1024
 STEPS = 2
 FORWARD_SHARE = 1 / 3
 """Of a training step's time per token, what measuring takes."""
+PAPERS_RATE = (2_637_072, 20_000 * 64 * 256 / (65.88 * 60)), (72_492_096, 20_000 * 64 * 256 / (178.19 * 60))
+"""Parameters and tokens per second of the paper's two TRA models on one A40, in windows of 256 at batch 64."""
 
 
 def plan(experiment: Experiment, request: Request) -> Table:
@@ -30,12 +33,13 @@ def plan(experiment: Experiment, request: Request) -> Table:
     groups: dict[tuple[str, str, bool], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.column, cell.row, bool(cell.choice)), []).append(cell)
-    body, total = [], 0.0
+    body, total, on_gpu = [], 0.0, 0.0
     speeds: dict[tuple[DecoderConfig, int], float] = {}
     with progress("measuring a few steps of each", len(groups), "kind") as update:
         for done, ((column, row, tunes), some) in enumerate(groups.items(), 1):
             hours = sum(_seconds(cell.recipe, speeds) for cell in some) / 3600
-            total += hours
+            gpu_hours = sum(a40_seconds(cell.recipe) for cell in some) / 3600
+            total, on_gpu = total + hours, on_gpu + gpu_hours
             recipe = some[0].recipe
             body.append(
                 [
@@ -46,16 +50,21 @@ def plan(experiment: Experiment, request: Request) -> Table:
                     f"{training_tokens(recipe):,}",
                     f"{evaluation_tokens(recipe):,}",
                     _rough(hours),
+                    _rough(gpu_hours),
                 ]
             )
             update(done)
-    body.append(["all", "", str(len(cells)), "", "", "", _rough(total)])
-    headings = ("column", "attention", "runs", "parameters", "tokens trained", "tokens measured", "hours, estimated")
+    body.append(["all", "", str(len(cells)), "", "", "", _rough(total), _rough(on_gpu)])
+    headings = (
+        *("column", "attention", "runs", "parameters", "tokens trained", "tokens measured"),
+        *("hours, estimated", "A40 hours"),
+    )
     device = best_device()
     note = (
         f"Runs that are not finished yet. Tokens are of one run, hours of all in the line, one after another on this "
         f"machine ({device}): a rough estimate from the best of {STEPS} steps of about {TOKENS:,} tokens. Measuring is "
-        "taken to cost a third of training, and texts that are measured whole are not counted."
+        "taken to cost a third of training, and texts that are measured whole are not counted. A40 hours follow from "
+        "the paper's times of TRA on one such GPU, whatever the mechanism: nothing here was run on a GPU."
     )
     return Table(headings, body, f"Runs at the scale {request.scale}", note, words=2)
 
@@ -87,6 +96,14 @@ def _seconds(recipe: Recipe, speeds: dict[tuple[DecoderConfig, int], float]) -> 
     if key not in speeds:
         speeds[key] = tokens_per_second(recipe, tokens)
     return (training_tokens(recipe) + FORWARD_SHARE * evaluation_tokens(recipe)) / speeds[key]
+
+
+def a40_seconds(recipe: Recipe) -> float:
+    """By the rates of the paper's two models, and between and beyond them in proportion on logarithmic scales."""
+    (small, fast), (large, slow) = PAPERS_RATE
+    share = math.log(parameters(recipe.model) / small) / math.log(large / small)
+    rate = fast * (slow / fast) ** max(0.0, share)
+    return (training_tokens(recipe) + FORWARD_SHARE * evaluation_tokens(recipe)) / rate
 
 
 def tokens_per_second(recipe: Recipe, tokens: int) -> float:

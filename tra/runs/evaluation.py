@@ -1,8 +1,10 @@
 """Measuring a model on the named, fixed sets of a task."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ def evaluate(
     examples: int | None = None,
     stride: int | None = None,
     data: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Result]:
     """Measure a trained run on its recipe's sets, or on others. Nothing is stored.
 
@@ -44,15 +47,24 @@ def evaluate(
         examples: sequences of each; as many as the recipe says by default, else as many as the task usually has.
         stride: of a text: let windows overlap and move on by this many tokens.
         data: in place of the task's own sets, the copy that its authors published: "hub", or a folder that holds it.
+        options: of the mechanism, others than it was trained with: RoPE's scaling to longer sequences, say.
     """
     run = run if isinstance(run, Run) else Run(run)
     sets = (sets,) if isinstance(sets, str) else sets
     lengths = (lengths,) if isinstance(lengths, int) else lengths
-    recipe, task = run.recipe, run.task
+    recipe, task, model = run.recipe, run.task, run.model if not options else with_options(run.model, options)
     if data is not None:
         names = sets or tuple(dict.fromkeys(entry.name for entry in recipe.evaluations))
-        return measure_published(run.model, task, names, None if data == "hub" else Path(data))
-    return measure_all(run.model, task, chosen(run, sets, lengths, examples, stride), recipe.model.label)
+        return measure_published(model, task, names, None if data == "hub" else Path(data))
+    return measure_all(model, task, chosen(run, sets, lengths, examples, stride), model.config.label)
+
+
+def with_options(model: Decoder, options: Mapping[str, Any]) -> Decoder:
+    """The same weights under other options of the mechanism."""
+    changed = replace(model.config, attention_options={**model.config.attention_options, **options})
+    other = Decoder(changed).to(model.head.weight.device)
+    other.load_state_dict(model.state_dict())
+    return other.train(model.training)
 
 
 def chosen(
