@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from tests.experiments.small import PNG, content_of, files_below, made_in, smoke
 from tra.attention import MECHANISMS
 from tra.cli import main
-from tra.experiments import Outcome, Row
+from tra.experiments import Experiment, Outcome, Row
+from tra.experiments.aids import AIDS
 from tra.experiments.base import Cell, choice_label, outcome_of
 from tra.experiments.demo import DEMO
 from tra.experiments.figure1 import FIGURE1
 from tra.experiments.figure2 import FIGURE2
 from tra.experiments.figure3 import FIGURE3, TEXT
+from tra.experiments.passkey import PASSKEY
+from tra.experiments.steps import STEPS
 from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
+from tra.model import Decoder
 from tra.recipes import RECIPES
 from tra.recipes.strings import SETS
 from tra.report.records import grouped
@@ -55,7 +60,7 @@ def test_paper_scale_has_the_papers_numbers() -> None:
 def test_table1_compares_every_mechanism_on_every_synthetic_task_at_three_scales() -> None:
     assert TABLE1.rows == (*MECHANISMS, Row("rope", {"theta": 10_000.0}))
     assert set(TABLE1.scales) == set(FIGURE1.scales) == set(FIGURE2.scales) == {"smoke", "small", "paper"}
-    assert set(TABLE1.scales["small"]) == set(TABLE1.scales["smoke"]) == set(TASKS) - {"text"}
+    assert set(TABLE1.scales["small"]) == set(TABLE1.scales["smoke"]) == set(TASKS) - {"text", "passkey"}
 
 
 def test_a_whole_table_of_one_seed_comes_before_the_next_seed(tmp_path: Path) -> None:
@@ -270,3 +275,25 @@ def test_the_demonstration_is_an_experiment_like_the_others(tmp_path: Path, draw
     accuracy, attention = drawn
     assert [line.get_label() for line in accuracy.axes[0].lines] == ["tra", "rope"]
     assert {panel.get_title().split(",")[0] for panel in attention.axes if panel.images} == {"tra"}
+
+
+@pytest.mark.parametrize("experiment", [AIDS, PASSKEY, STEPS], ids=["aids", "passkey", "steps"])
+def test_what_the_paper_has_not_is_tuned_like_what_it_has(experiment: Experiment) -> None:
+    small = experiment.at("small")
+    assert small.tuning in (TABLE1.tuning, FIGURE2.tuning)
+    assert experiment.at("smoke").tuning is None
+    for columns in small.scales.values():
+        for recipe_of in columns.values():
+            assert min(entry.length for entry in recipe_of().evaluations) == recipe_of().length, "or it cannot be tuned"
+
+
+def test_every_aid_is_read_as_published_tra_is(tmp_path: Path) -> None:
+    """Its trained weights in a decoder without the aid give the same numbers."""
+    for row in AIDS.chosen_rows(()):
+        recipe = row.recipe(AIDS.scales["smoke"]["induct_once"], 0)
+        aided = Decoder(recipe.model).eval()
+        published = Decoder(replace(recipe.model, attention_options={})).eval()
+        published.load_state_dict(aided.state_dict())
+        tokens = torch.randint(recipe.model.vocabulary, (2, 30))
+        with torch.no_grad():
+            assert torch.equal(aided(tokens), published(tokens))

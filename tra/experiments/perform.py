@@ -76,7 +76,7 @@ def wanted_runs(experiment: Experiment, request: Request) -> tuple[Search, list[
     if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
         raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
     search = Search(experiment, request.folder, request.scale, rows)
-    search.expected()  # what is wrong with the grid
+    _ = search.expected  # raises what is wrong with the grid
     cells = experiment.cells(request.folder, request.scale, seeds, rows)
     index, count = request.shard
     if count > len(cells):

@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -28,7 +29,7 @@ PAPERS_RATE = (2_637_072, 20_000 * 64 * 256 / (65.88 * 60)), (72_492_096, 20_000
 def plan(experiment: Experiment, request: Request) -> Table:
     """A row for each column and mechanism: number of runs, parameters, tokens, and hours on this machine."""
     search, reported = wanted_runs(experiment.at(request.scale, request.columns), request)
-    wanted = [part_of(some, *request.shard) for some in (search.expected(), reported) if some]
+    wanted = [part_of(some, *request.shard) for some in (search.expected, reported) if some]
     cells = [cell for part in wanted for cell in part if cell.results() is None]
     groups: dict[tuple[str, str, bool], list[Cell]] = {}
     for cell in cells:
@@ -74,6 +75,7 @@ def _rough(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
+@lru_cache
 def parameters(config: DecoderConfig) -> int:
     """Of a model, without making it."""
     with torch.device("meta"):
@@ -119,7 +121,9 @@ def tokens_per_second(recipe: Recipe, tokens: int) -> float:
         times = []
         for _ in range(STEPS + 1):
             began = time.perf_counter()
-            summed_loss(model, batch).backward()
+            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+                loss = summed_loss(model, batch)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if device.type != "cpu":

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Search:
         else:
             self.rounds.append(losses)
 
+    @cached_property
     def expected(self) -> list[Cell]:
         """About what it comes to, before anything is known: of each later round the first choices."""
         tuning = self.experiment.tuning

@@ -13,6 +13,7 @@ from tra.tasks.induct import InductOnce, InductRecent
 from tra.tasks.instructed import Instructed
 from tra.tasks.measures import Evaluation, ExactMatch, Perplexity, Prediction, Result
 from tra.tasks.parity import Parity
+from tra.tasks.passkey import Passkey
 from tra.tasks.recall import Recall
 
 
@@ -26,7 +27,7 @@ def text(train: str = "wikitext-103", evaluation: str | None = None, tokenizer: 
 TASKS: dict[str, Callable[..., Task]] = {
     **{
         task.name: task
-        for task in (FlipFlop, CopyUnique, CopyRepeat, InductOnce, InductRecent, Instructed, Parity, Recall)
+        for task in (FlipFlop, CopyUnique, CopyRepeat, InductOnce, InductRecent, Instructed, Parity, Passkey, Recall)
     },
     "text": text,
 }
@@ -61,6 +62,7 @@ __all__ = [
     "InductRecent",
     "Instructed",
     "Parity",
+    "Passkey",
     "Perplexity",
     "Prediction",
     "ReadsText",

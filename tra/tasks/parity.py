@@ -38,7 +38,8 @@ class Parity(StringTask):
         return {"parity": replace(self, mixed=False)}
 
     def sample(self, rng: torch.Generator, batch: int, length: int) -> Batch:
-        present = torch.arange(length) < self.sample_lengths(rng, batch, length)[:, None]
+        lengths = self.sample_lengths(rng, batch, length)
+        present = torch.arange(length) < lengths[:, None]
         bits = torch.randint(2, (batch, length), generator=rng)
         answer = (bits * present).sum(dim=1) % 2
         return join(
