@@ -3,10 +3,10 @@
 import torch
 
 from tra.lookup import lookup
-from tra.ops.threshold_relative import cpu, reference
+from tra.ops.threshold_relative import cpu, reference, triton
 from tra.ops.threshold_relative.call import Implementation, Inputs, Options
 
-IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": cpu, "reference": reference}
+IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": cpu, "triton": triton, "reference": reference}
 """The last one refuses nothing."""
 
 
@@ -32,6 +32,6 @@ def describe_implementations() -> dict[str, str]:
 
     Example:
         >>> list(describe_implementations())
-        ['cpu', 'reference']
+        ['cpu', 'triton', 'reference']
     """
     return {name: implementation.about() for name, implementation in IMPLEMENTATIONS.items()}

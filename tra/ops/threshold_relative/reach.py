@@ -17,15 +17,25 @@ SLACK = 1.001
 
 def row_reach(inputs: Inputs, options: Options) -> Tensor:
     """Return [B, Hq, Lq] in double precision: the count of kept keys at which each row is done, infinite for never."""
+    dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+    gate = inputs.log_gate.to(dtype).double()
+    return (row_decay(inputs, options) / -gate).ceil().where(gate < 0.0, math.inf)
+
+
+def row_decay(inputs: Inputs, options: Options) -> Tensor:
+    """Return how far each row must decay before it is done, in double precision: [B, Hq, Lq], or one number for all."""
     query, key = inputs.query, inputs.key
     dtype = torch.promote_types(query.dtype, torch.float32)
-    gate = inputs.log_gate.to(dtype).double()
     tolerance = options.tolerance * (1.0 - options.dropout)
-    if tolerance == 0.0:
-        return torch.full_like(gate, math.inf)
     scale, threshold = torch.tensor([options.scale, options.threshold], dtype=dtype).tolist()
+
+    def number(value: float) -> Tensor:
+        return torch.full((), value, dtype=torch.float64, device=query.device)
+
+    if tolerance == 0.0:
+        return number(math.inf)
     if options.score_bound is not None:
-        bound = torch.full_like(gate, options.score_bound * SLACK)
+        bound = number(options.score_bound * SLACK)
     else:
         readable = key.isfinite().all(-1)
         if inputs.key_mask is not None:
@@ -39,8 +49,7 @@ def row_reach(inputs: Inputs, options: Options) -> Tensor:
         bound = (size * key_norm).where(size > 0.0, 0.0)
     spread = (bound - (-bound).clamp(min=threshold)).clamp(min=0.0)
     odds = spread + math.log(2.0 / tolerance)
-    needed = torch.logaddexp(odds, torch.zeros_like(odds)) * (1.0 + 1e-9)
-    return (needed / -gate).ceil().where(gate < 0.0, math.inf)
+    return torch.logaddexp(odds, torch.zeros_like(odds)) * (1.0 + 1e-9)
 
 
 def largest_score(inputs: Inputs, options: Options) -> float:

@@ -1,0 +1,72 @@
+"""The GPU kernels, in Triton: `kernels` computes, `launch` calls them, `tiles` says in which pieces."""
+
+import warnings
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from tra.ops.threshold_relative.call import Gradients, Inputs, Options
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 256
+LONGEST = 2**24
+"""Keys are counted in float32."""
+NOT_INSTALLED = "needs Triton: pip install 'threshold-relative-attention[gpu]'"
+
+_warned = False
+
+
+def about() -> str:
+    what = f"Triton kernels for CUDA and ROCm; refuses other devices, float64, widths over {WIDEST}, more than {LONGEST:,} keys"
+    return what if installed() else f"{what}; not usable here: it {NOT_INSTALLED}"
+
+
+def installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in Python, on any device (TRITON_INTERPRET=1)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def refusal(inputs: Inputs, options: Options) -> str | None:
+    query, value = inputs.query, inputs.value
+    device = query.device.type  # ROCm calls itself cuda
+    if device not in ("cuda", "meta", "cpu"):
+        return f"needs tensors on a GPU, got {query.device}"
+    if query.dtype not in TYPES:
+        return f"computes in float32, bfloat16 and float16, got {query.dtype}"
+    if query.shape[3] > WIDEST or value.shape[3] > WIDEST:
+        return f"takes widths up to {WIDEST}, got {query.shape[3]} and {value.shape[3]}"
+    if value.shape[2] > LONGEST:
+        return f"takes up to {LONGEST} keys, got {value.shape[2]}"
+    if device == "cpu" and not (installed() and interpreted()):
+        return f"needs tensors on a GPU, got {query.device}"
+    return None if installed() else NOT_INSTALLED
+
+
+def passed_over(reason: str) -> None:
+    """Say once that the kernels could be had."""
+    global _warned
+    if reason == NOT_INSTALLED and not _warned:
+        _warned = True
+        warnings.warn(
+            f"threshold_relative_attention holds matrices of queries x keys without its GPU kernels: it {reason}",
+            stacklevel=4,
+        )
+
+
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    from tra.ops.threshold_relative.triton import launch
+
+    return launch.forward(inputs, options)
+
+
+def backward(grad_out: Tensor, inputs: Inputs, out: Tensor, row_state: Tensor, options: Options) -> Gradients:
+    from tra.ops.threshold_relative.triton import launch
+
+    return launch.backward(grad_out, inputs, out, row_state, options)
