@@ -9,6 +9,10 @@ os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Without a GPU Triton's kernels run in Python, on CPU tensors. Read when the kernels are imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Two test processes share two cores.

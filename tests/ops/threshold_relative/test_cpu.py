@@ -24,6 +24,7 @@ from tra import Decoder, DecoderConfig
 from tra.bench.memory import peak_of_attention
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
+from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[3]
 
@@ -128,6 +129,7 @@ def test_a_library_that_does_not_fit_is_never_called(
         faked.setattr(f"tra.ops.threshold_relative.cpu.{name}", fake)
         libraries, widest, unusable = cpu._load()
     assert (libraries, widest) == ({}, 0)
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", cpu)  # which interpreted would take the call
     for attribute, found in (("LIBRARIES", libraries), ("variant", None), ("widest", widest), ("unusable", unusable)):
         monkeypatch.setattr(cpu, attribute, found)
     monkeypatch.setattr(cpu, "_warned", False)
@@ -463,6 +465,7 @@ def _source_tree(folder: Path) -> Path:
 def test_without_a_compiler_the_package_still_works_and_says_so_once(tmp_path: Path) -> None:
     tree = _source_tree(tmp_path)
     environment = {**os.environ, "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++", "PYTHONPATH": str(tree)}
+    environment.pop("TRITON_INTERPRET", None)
     build = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=tree,
@@ -477,6 +480,7 @@ def test_without_a_compiler_the_package_still_works_and_says_so_once(tmp_path: P
 import json, torch, warnings
 from tra import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
+from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 x, gate = torch.randn(1, 2, 9, 8), -torch.rand(1, 2, 9)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

@@ -14,10 +14,10 @@ from tra.ops.threshold_relative import cpu
 BAD = [math.nan, math.inf, -math.inf]
 
 
-@pytest.fixture(params=["reference", *sorted(cpu.LIBRARIES)])
+@pytest.fixture(params=["reference", "triton", *sorted(cpu.LIBRARIES)])
 def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "reference":
-        return "reference"
+    if request.param in ("reference", "triton"):
+        return request.param
     monkeypatch.setattr(cpu, "variant", request.param)
     return "cpu"
 
@@ -167,6 +167,8 @@ MESSAGE = "score_bound must bound the absolute scores of all kept keys, got 8.0 
 @pytest.mark.parametrize("score", [9.0, 95.0, 3e38, -9.0, -95.0])
 @pytest.mark.parametrize("queries", [1, 63])
 def test_a_kept_score_beyond_the_bound_is_an_error(impl: str, score: float, queries: int) -> None:
+    if impl == "triton":
+        pytest.skip("a GPU is not asked whether the bound held: the answer would stall it")
     query, key, value, gate = all_kept(63, -0.01)
     inputs = query[:, :, -queries:], key * 8, value, gate[:, :, -queries:]
     options: dict[str, object] = {"score_bound": 8.0, "threshold": min(0.0, score - 1.0), "impl": impl}
@@ -200,6 +202,8 @@ def test_a_score_that_is_not_kept_may_lie_beyond_the_bound(impl: str, queries: i
     key[0, 0, 0] = 5.0
     late = query[:, :, -min(queries, 10) :], key, value, gate[:, :, -min(queries, 10) :]
     assert threshold_relative_attention(*late, score_bound=8.0, impl=impl).isfinite().all()
+    if impl == "triton":
+        return
     with pytest.raises(ValueError, match=MESSAGE):
         threshold_relative_attention(*late, score_bound=8.0, tolerance=0.0, impl=impl)
 

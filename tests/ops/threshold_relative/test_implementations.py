@@ -44,7 +44,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **table: object) -> None:
 
 
 def test_the_native_kernel_is_asked_first_and_the_reference_last() -> None:
-    assert list(IMPLEMENTATIONS) == ["cpu", "reference"]
+    assert list(IMPLEMENTATIONS) == ["cpu", "triton", "reference"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -112,7 +112,7 @@ def test_a_module_and_a_line_add_an_implementation(monkeypatch: pytest.MonkeyPat
     names = ("about", "refusal", "forward", "backward")
     module = SimpleNamespace(**{name: getattr(Fake(), name) for name in names})
     install(monkeypatch, new=module, **IMPLEMENTATIONS)
-    assert list(describe_implementations()) == ["new", "cpu", "reference"]
+    assert list(describe_implementations()) == ["new", "cpu", "triton", "reference"]
     leaves = [[x.clone().requires_grad_() for x in INPUTS] for _ in range(3)]
     for tensors, impl in zip(leaves, ("auto", "new", "reference"), strict=True):
         threshold_relative_attention(*tensors, impl=impl).square().sum().backward()

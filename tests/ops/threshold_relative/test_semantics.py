@@ -245,7 +245,10 @@ def test_half_precision_is_exact_up_to_its_own_rounding(impl: str, dtype: torch.
     out = threshold_relative_attention(query, key, value, log_gate.float(), impl=impl)
     assert out.dtype == dtype
     exact = loop_attention(query, key, value, log_gate.float())
-    assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    rounding = torch.finfo(dtype).eps
+    # A GPU multiplies weights of the dtype, too, each of them rounded: by half of that at most.
+    allowed = rounding / 2 * value.abs().max().item() if impl == "triton" else 1e-6
+    assert_close(out.double(), exact, rtol=rounding, atol=allowed)
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])

@@ -18,7 +18,8 @@ _warned = False
 
 
 def about() -> str:
-    what = f"Triton kernels for CUDA and ROCm; refuses other devices, float64, widths over {WIDEST}, more than {LONGEST:,} keys"
+    refused = f"other devices, float64, widths over {WIDEST}, more than {LONGEST:,} keys"
+    what = f"Triton kernels for CUDA and ROCm; refuses {refused}"
     return what if installed() else f"{what}; not usable here: it {NOT_INSTALLED}"
 
 

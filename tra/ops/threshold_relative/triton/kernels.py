@@ -2,7 +2,8 @@
 
 A program works on the rows of one key head: query heads that share it follow one another, so row r is query r % Lq of
 the r // Lq-th of them. Key blocks begin at multiples of N, whatever the rows, so that a row's result does not depend on
-the rows beside it. Shapes: M rows and N keys of a tile, D and E the widths of keys and values, padded.
+the rows beside it. Heads that hold NaN or infinity are left to a second launch that is CAREFUL.
+Shapes: M rows and N keys of a tile, D and E the widths of keys and values, padded.
 """
 
 import triton
@@ -154,7 +155,7 @@ def walk_forward(
     left = rows_left(count, reach, first_key, block, N)
     while (block >= until) & (left > 0):
         steps = tl.minimum(block - until + 1, AT_ONCE)
-        for step in tl.range(0, steps, num_stages=1 if CAREFUL else None):
+        for step in tl.range(0, steps):
             start = (block - step) * N
             key = start + tl.arange(0, N)
             k = load_keys(k_ptr, start, k_stride, keys, N, WIDTH, D)
@@ -162,7 +163,7 @@ def walk_forward(
             visible = visibility(key, position, keys, segment, mask_ptr, segment_ptr, HAS_MASK, HAS_SEGMENTS)
             if CAREFUL:
                 visible = visible & (tl.min(is_finite(k).to(tl.int32), 1) != 0)[None, :]
-            keep, used, distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
+            keep, used, _distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
             if CAREFUL:
                 good = is_finite(v)
                 logit = tl.where((tl.min(good.to(tl.int32), 1) != 0)[None, :], logit, NAN)
@@ -183,69 +184,242 @@ def walk_forward(
 
 
 @triton.jit
-def forward(
-    q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, out_ptr, state_ptr,
-    mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride,
-    key_heads, group, queries, keys, scale, threshold, drop_below, drop_scale,
-    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+def meet_rows(
+    unit, row, present, position, q_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
+    q_batch, q_head, q_row, decay_stride, key_heads, group, queries, keys,
+    WIDTH: tl.constexpr, D: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Output and (largest logit, sum of weights) of M rows."""
-    unit = tl.program_id(1)
+    """What forward knows of rows before it walks. One that is not finite reaches no key."""
     batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
-    before = unit.to(tl.int64) * group * queries  # rows of other heads
-    # The last rows have most to do: first, so that no long program is left over at the end.
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
-    present = row < group * queries
-    position = row % queries + keys - queries
-    q = load_rows(
-        q_ptr + batch * q_batch + key_head * group * q_head, row // queries, q_head, row % queries, q_row, present, WIDTH, D
-    )
-    gate = tl.load(gate_ptr + before + row, mask=present, other=0.0)
+    place = unit.to(tl.int64) * group * queries + row
+    q_ptr += batch * q_batch + key_head * group * q_head
+    q = load_rows(q_ptr, row // queries, q_head, row % queries, q_row, present, WIDTH, D)
+    gate = tl.load(gate_ptr + place, mask=present, other=0.0)
     good = (tl.min(is_finite(q).to(tl.int32), 1) != 0) & is_finite(gate)
-    reach = tl.where(present & good, row_reach(decay_ptr, decay_stride, gate, before + row, present), 0.0)
-    gate = tl.where(good, gate, 0.0)
-
-    k_ptr += batch * k_batch + key_head * k_head
-    v_ptr += batch * v_batch + key_head * v_head
-    first_key, segment = tl.zeros([M], tl.int32), tl.zeros([M], tl.int64)
+    reach = tl.where(present & good, row_reach(decay_ptr, decay_stride, gate, place, present), 0.0)
+    first_key, segment = tl.zeros_like(position), tl.zeros_like(position).to(tl.int64)
     if HAS_MASK or HAS_SEGMENTS:
         first_key = tl.load(first_ptr + batch * keys + position, mask=present, other=keys)
-    if HAS_MASK:
-        mask_ptr += batch * keys
     if HAS_SEGMENTS:
-        segment_ptr += batch * keys
-        segment = tl.load(segment_ptr + position, mask=present, other=0)
+        segment = tl.load(segment_ptr + batch * keys + position, mask=present, other=0)
     low, high = row.to(tl.uint32), row.to(tl.uint32)
     if DROPOUT:
-        low, high = dropout_words(seed_ptr, before + row)
+        low, high = dropout_words(seed_ptr, place)
+    return q, tl.where(good, gate, 0.0), good, reach, first_key, segment, low, high
 
-    total, count = tl.zeros([M, E], tl.float32), tl.zeros([M], tl.float32)
-    largest, weights = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
-    until = tl.min(first_key, 0) // N
-    block = tl.max(tl.where(present, position, 0), 0) // N
-    if tl.load(dirty_ptr + unit) != 0:
-        total, largest, weights, count, block = walk_forward(
-            total, largest, weights, count, block, until,
-            q, gate, reach, position, first_key, segment, low, high,
-            k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
-            N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True,
-        )  # fmt: skip
-    else:
-        total, largest, weights, count, block = walk_forward(
-            total, largest, weights, count, block, until,
-            q, gate, reach, position, first_key, segment, low, high,
-            k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
-            N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, False,
-        )  # fmt: skip
 
+@triton.jit
+def finish_rows(
+    out_ptr, state_ptr, unit, row, present, good, total, largest, weights, group, queries, drop_scale,
+    VALUE_WIDTH: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Store the output of rows and what backward needs of them."""
+    before = unit.to(tl.int64) * group * queries
     weights = tl.where(good, weights, NAN)
     inverse = tl.where(weights == 0.0, 0.0, drop_scale / weights)
     store_rows(out_ptr + before * VALUE_WIDTH, row, present, total * inverse[:, None], VALUE_WIDTH, E)
     state_ptr += 2 * before
     tl.store(state_ptr + 2 * row, largest, mask=present)
     tl.store(state_ptr + 2 * row + 1, weights, mask=present)
+
+
+@triton.jit
+def save_part(part_ptr, part, total, largest, weights, count, M: tl.constexpr, E: tl.constexpr):
+    """Rows that stopped on the way: what they have so far."""
+    row, column = tl.arange(0, M), tl.arange(0, E)
+    part_ptr += part.to(tl.int64) * M * (E + 3)
+    tl.store(part_ptr + row, largest)
+    tl.store(part_ptr + M + row, weights)
+    tl.store(part_ptr + 2 * M + row, count)
+    tl.store(part_ptr + 3 * M + row[:, None] * E + column[None, :], total)
+
+
+@triton.jit
+def load_part(part_ptr, part, M: tl.constexpr, E: tl.constexpr):
+    row, column = tl.arange(0, M), tl.arange(0, E)
+    part_ptr += part.to(tl.int64) * M * (E + 3)
+    total = tl.load(part_ptr + 3 * M + row[:, None] * E + column[None, :])
+    return total, tl.load(part_ptr + row), tl.load(part_ptr + M + row), tl.load(part_ptr + 2 * M + row)
+
+
+@triton.jit
+def forward(
+    q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, out_ptr, state_ptr, part_ptr, left_ptr,
+    mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride, near, parts,
+    key_heads, group, queries, keys, scale, threshold, drop_below, drop_scale,
+    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
+    DECODES: tl.constexpr,
+):  # fmt: skip
+    """Output and (largest logit, sum of weights) of M rows.
+
+    One that decodes, M rows of a key head being all there are, walks `near` blocks only, and leaves behind how many
+    rows need more than these.
+    """
+    unit = tl.program_id(1)
+    if not DECODES:  # noqa: SIM102
+        if (tl.load(dirty_ptr + unit) != 0) != CAREFUL:
+            return
+    # The last rows have most to do: first, so that no long program is left over at the end.
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
+    present = row < group * queries
+    position = row % queries + keys - queries
+    q, gate, good, reach, first_key, segment, low, high = meet_rows(
+        unit, row, present, position, q_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
+        q_batch, q_head, q_row, decay_stride, key_heads, group, queries, keys,
+        WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
+    )  # fmt: skip
+    batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
+    k_ptr += batch * k_batch + key_head * k_head
+    v_ptr += batch * v_batch + key_head * v_head
+    if HAS_MASK:
+        mask_ptr += batch * keys
+    if HAS_SEGMENTS:
+        segment_ptr += batch * keys
+    total, count = tl.zeros([M, E], tl.float32), tl.zeros([M], tl.float32)
+    largest, weights = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    first = tl.min(first_key, 0) // N
+    block = tl.max(tl.where(present, position, 0), 0) // N
+    until = first
+    if DECODES:
+        until = tl.maximum(first, block + 1 - near)
+    total, largest, weights, count, block = walk_forward(
+        total, largest, weights, count, block, until,
+        q, gate, reach, position, first_key, segment, low, high,
+        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
+        N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL,
+    )  # fmt: skip
+    if DECODES:
+        left = rows_left(count, reach, first_key, block, N)
+        tl.store(left_ptr + unit, tl.where(block >= first, left, 0))
+        save_part(part_ptr, unit * parts, total, largest, weights, count, M, E)
+    finish_rows(
+        out_ptr,
+        state_ptr,
+        unit,
+        row,
+        present,
+        good,
+        total,
+        largest,
+        weights,
+        group,
+        queries,
+        drop_scale,
+        VALUE_WIDTH,
+        E,
+    )
+
+
+@triton.jit
+def decode_part(
+    q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, part_ptr, left_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride, near, blocks,
+    key_heads, group, queries, keys, scale, threshold, drop_below,
+    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """A stretch of the keys beyond the near ones, as if nothing had been counted before it."""
+    unit, part = tl.program_id(1), tl.program_id(0)
+    if tl.load(left_ptr + unit) == 0:
+        return
+    row = tl.arange(0, M)
+    present = row < group * queries
+    position = row % queries + keys - queries
+    q, gate, _good, reach, first_key, segment, low, high = meet_rows(
+        unit, row, present, position, q_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
+        q_batch, q_head, q_row, decay_stride, key_heads, group, queries, keys,
+        WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
+    )  # fmt: skip
+    batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
+    k_ptr += batch * k_batch + key_head * k_head
+    v_ptr += batch * v_batch + key_head * v_head
+    if HAS_MASK:
+        mask_ptr += batch * keys
+    if HAS_SEGMENTS:
+        segment_ptr += batch * keys
+    total, count = tl.zeros([M, E], tl.float32), tl.zeros([M], tl.float32)
+    largest, weights = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    block = (keys - 1) // N - near - part * blocks
+    until = tl.maximum(tl.min(first_key, 0) // N, block + 1 - blocks)
+    total, largest, weights, count, block = walk_forward(
+        total, largest, weights, count, block, until,
+        q, gate, reach, position, first_key, segment, low, high,
+        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
+        N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True,
+    )  # fmt: skip
+    save_part(part_ptr, unit * (tl.num_programs(0) + 1) + part + 1, total, largest, weights, count, M, E)
+
+
+@triton.jit
+def join_parts(
+    q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, out_ptr, state_ptr, part_ptr, left_ptr,
+    mask_ptr, segment_ptr, first_ptr, seed_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride, near, blocks, parts,
+    key_heads, group, queries, keys, scale, threshold, drop_below, drop_scale,
+    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """The near keys and all parts as one row: those of a part weigh exp(g * what was counted before it) times as much.
+
+    Only the part in which a row ends is walked again, because where in it depends on that count.
+    """
+    unit = tl.program_id(0)
+    if tl.load(left_ptr + unit) == 0:
+        return
+    row = tl.arange(0, M)
+    present = row < group * queries
+    position = row % queries + keys - queries
+    q, gate, good, reach, first_key, segment, low, high = meet_rows(
+        unit, row, present, position, q_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
+        q_batch, q_head, q_row, decay_stride, key_heads, group, queries, keys,
+        WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
+    )  # fmt: skip
+    batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
+    k_ptr += batch * k_batch + key_head * k_head
+    v_ptr += batch * v_batch + key_head * v_head
+    if HAS_MASK:
+        mask_ptr += batch * keys
+    if HAS_SEGMENTS:
+        segment_ptr += batch * keys
+    total, largest, weights, count = load_part(part_ptr, unit * parts, M, E)
+    first = tl.min(first_key, 0) // N
+    for part in tl.range(1, parts):
+        its_total, its_largest, its_weights, its_count = load_part(part_ptr, unit * parts + part, M, E)
+        whole = (count + its_count <= reach) & (its_count > 0.0)
+        ends = (count < reach) & (count + its_count > reach)
+        its_largest = tl.where(whole, its_largest + gate * count, LOWEST)
+        larger = tl.maximum(largest, its_largest)
+        shrink, grow = tl.exp(largest - larger), tl.exp(its_largest - larger)
+        total = total * shrink[:, None] + tl.where(whole[:, None], its_total * grow[:, None], 0.0)
+        weights = weights * shrink + tl.where(whole, its_weights * grow, 0.0)
+        largest = larger
+        block = (keys - 1) // N - near - (part - 1) * blocks
+        until = tl.maximum(first, block + 1 - blocks)
+        total, largest, weights, _count, block = walk_forward(
+            total, largest, weights, count, block, until,
+            q, gate, tl.where(ends, reach, 0.0), position, first_key, segment, low, high,
+            k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
+            N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True,
+        )  # fmt: skip
+        count += its_count
+    finish_rows(
+        out_ptr,
+        state_ptr,
+        unit,
+        row,
+        present,
+        good,
+        total,
+        largest,
+        weights,
+        group,
+        queries,
+        drop_scale,
+        VALUE_WIDTH,
+        E,
+    )
 
 
 @triton.jit
@@ -292,7 +466,7 @@ def walk_backward(
     left = rows_left(count, reach, first_key, block, N)
     while (block >= until) & (left > 0):
         steps = tl.minimum(block - until + 1, AT_ONCE)
-        for step in tl.range(0, steps, num_stages=1 if CAREFUL else None):
+        for step in tl.range(0, steps):
             start = (block - step) * N
             key = start + tl.arange(0, N)
             k = load_keys(k_ptr, start, k_stride, keys, N, WIDTH, D)
@@ -321,13 +495,16 @@ def backward_query(
     q_ptr, k_ptr, v_ptr, gate_ptr, do_ptr, rows_ptr, dq_ptr, dg_ptr, range_ptr, counts_ptr,
     mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    do_batch, do_head, do_row, first_unit, first_row, rows, key_heads, group, queries, keys, scale, threshold, drop_below, drop_scale,
+    do_batch, do_head, do_row, first_unit, first_row, rows, key_heads, group, queries, keys,
+    scale, threshold, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of M queries and gates; for `backward_key`, which key blocks were visited and the counts with which they
-    were entered."""
+    """Gradients of M queries and gates; for `backward_key`, which key blocks were visited, and the counts with which
+    they were entered."""
     unit = tl.program_id(1) + first_unit
+    if (tl.load(dirty_ptr + unit) != 0) != CAREFUL:
+        return
     batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
     before = unit.to(tl.int64) * group * queries
     chunk = tl.num_programs(0) * M
@@ -336,7 +513,14 @@ def backward_query(
     present = row < group * queries
     position = row % queries + keys - queries
     q = load_rows(
-        q_ptr + batch * q_batch + key_head * group * q_head, row // queries, q_head, row % queries, q_row, present, WIDTH, D
+        q_ptr + batch * q_batch + key_head * group * q_head,
+        row // queries,
+        q_head,
+        row % queries,
+        q_row,
+        present,
+        WIDTH,
+        D,
     )
     do_ptr += batch * do_batch + key_head * group * do_head
     do = load_rows(do_ptr, row // queries, do_head, row % queries, do_row, present, VALUE_WIDTH, E)
@@ -366,22 +550,13 @@ def backward_query(
     block = tl.max(tl.where(present, position, 0), 0) // N
     range_ptr += 2 * (tl.program_id(1) * tl.num_programs(0) + row_block)
     tl.store(range_ptr, block)
-    if tl.load(dirty_ptr + unit) != 0:
-        dq, dg, count, block = walk_backward(
-            dq, dg, count, block, until,
-            q, do, gate, reach, size, delta, position, first_key, segment, low, high,
-            counts_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, chunk, keys,
-            scale, threshold, drop_below, drop_scale,
-            N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True,
-        )  # fmt: skip
-    else:
-        dq, dg, count, block = walk_backward(
-            dq, dg, count, block, until,
-            q, do, gate, reach, size, delta, position, first_key, segment, low, high,
-            counts_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, chunk, keys,
-            scale, threshold, drop_below, drop_scale,
-            N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, False,
-        )  # fmt: skip
+    dq, dg, count, block = walk_backward(
+        dq, dg, count, block, until,
+        q, do, gate, reach, size, delta, position, first_key, segment, low, high,
+        counts_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, chunk, keys,
+        scale, threshold, drop_below, drop_scale,
+        N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL,
+    )  # fmt: skip
     tl.store(range_ptr + 1, block)
     good = delta == delta
     store_rows(dq_ptr + before * WIDTH, row, present, tl.where(good[:, None], dq * scale, NAN), WIDTH, D)
@@ -389,15 +564,19 @@ def backward_query(
 
 
 @triton.jit
-def list_visitors(range_ptr, visitors_ptr, row_blocks, key_blocks, SIZE: tl.constexpr):
-    """For each key block how many row blocks visited it, and which, in their order."""
+def list_visitors(
+    range_ptr, visitors_ptr, walks, row_blocks, key_blocks, WALKED: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """For each key block how many blocks of M rows visited it, and which, in their order; WALKED rows went together."""
+    tl.static_assert(WALKED % M == 0, "rows of which only some have a count here")
     unit, key_block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    range_ptr += 2 * unit * walks
     visitors_ptr += (unit * key_blocks + key_block) * (row_blocks + 1)
     found = 0
     for start in tl.range(0, row_blocks, SIZE):
         row_block = start + tl.arange(0, SIZE)
         there = row_block < row_blocks
-        pointers = range_ptr + 2 * (unit * row_blocks + row_block)
+        pointers = range_ptr + 2 * (row_block // (WALKED // M))
         came = tl.load(pointers, mask=there, other=-1) >= key_block
         came = came & (tl.load(pointers + 1, mask=there, other=0) < key_block)
         number = tl.cumsum(came.to(tl.int32), 0)
@@ -439,7 +618,7 @@ def gather_rows(
         visible = readable[None, :] & visibility(
             key, position, keys, segment, mask_ptr, segment_ptr, HAS_MASK, HAS_SEGMENTS
         )
-        keep, used, distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
+        _keep, used, _distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
         if CAREFUL:
             q = tl.where(is_finite(q), q, 0.0)
             do = tl.where(is_finite(do), do, 0.0)
@@ -464,10 +643,13 @@ def backward_key(
     do_batch, do_head, do_row, first_unit, first_row, row_blocks, rows, key_heads, group, queries, keys,
     scale, threshold, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, ADDS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of N keys and values, added to those of earlier rows if there were any."""
     unit = tl.program_id(1) + first_unit
+    if (tl.load(dirty_ptr + unit) != 0) != CAREFUL:
+        return
     batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
     before = unit.to(tl.int64) * group * queries
     block = tl.program_id(0)
@@ -489,20 +671,12 @@ def backward_key(
         segment_ptr += batch * keys
 
     dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, E], tl.float32)
-    if tl.load(dirty_ptr + unit) != 0:
-        dk, dv = gather_rows(
-            dk, dv, k, v, readable, key, visitors_ptr, q_ptr, gate_ptr, do_ptr, rows_ptr, counts_ptr, seed_ptr,
-            mask_ptr, segment_ptr, before, first_row, rows, q_head, q_row, do_head, do_row, group, queries, keys,
-            scale, threshold, drop_below, drop_scale,
-            M, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True,
-        )  # fmt: skip
-    else:
-        dk, dv = gather_rows(
-            dk, dv, k, v, readable, key, visitors_ptr, q_ptr, gate_ptr, do_ptr, rows_ptr, counts_ptr, seed_ptr,
-            mask_ptr, segment_ptr, before, first_row, rows, q_head, q_row, do_head, do_row, group, queries, keys,
-            scale, threshold, drop_below, drop_scale,
-            M, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, False,
-        )  # fmt: skip
+    dk, dv = gather_rows(
+        dk, dv, k, v, readable, key, visitors_ptr, q_ptr, gate_ptr, do_ptr, rows_ptr, counts_ptr, seed_ptr,
+        mask_ptr, segment_ptr, before, first_row, rows, q_head, q_row, do_head, do_row, group, queries, keys,
+        scale, threshold, drop_below, drop_scale,
+        M, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL,
+    )  # fmt: skip
     dk *= scale
     dk_ptr += unit.to(tl.int64) * keys * WIDTH
     dv_ptr += unit.to(tl.int64) * keys * VALUE_WIDTH

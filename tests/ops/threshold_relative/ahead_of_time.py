@@ -1,0 +1,335 @@
+"""`make gpu-check`: every Triton kernel compiled for every GPU that is promised, on a machine that has none.
+
+What is launched is what is compiled: the launches of a small call are recorded and their arguments taken as they are.
+Checked are registers, stack, shared memory and occupancy against ceilings.json, the product instruction of the scores,
+and that the inner loops copy asynchronously. Results are kept under build/ by a digest of sources and arguments.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tra.ops.threshold_relative.call import Inputs, Options
+from tra.ops.threshold_relative.triton import kernels, launch, tiles
+
+ROOT = Path(__file__).parents[3]
+CACHE = ROOT / "build" / "gpu-check"
+CEILINGS = Path(__file__).with_name("ceilings.json")
+DOCUMENT = ROOT / "docs" / "gpu.md"
+BEGIN, END = "<!-- compiled kernels: make gpu-check -->", "<!-- end -->"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+
+
+@dataclass(frozen=True)
+class Processor:
+    family: str
+    instruction: str
+    """Of the scores, with {keys} for the keys of a block."""
+    shared: int
+    """Bytes of shared memory per multiprocessor."""
+    warps: int
+    """That a multiprocessor holds at most."""
+
+
+PROCESSORS = {
+    "sm_80": Processor("warp", "mma.sync.aligned.m16n8k16", 164 << 10, 64),
+    "sm_86": Processor("warp", "mma.sync.aligned.m16n8k16", 100 << 10, 48),
+    "sm_89": Processor("warp", "mma.sync.aligned.m16n8k16", 100 << 10, 48),
+    "sm_90": Processor("hopper", "wgmma.mma_async.sync.aligned.m64n{keys}k16", 228 << 10, 64),
+    "sm_100": Processor("blackwell", "tcgen05.mma", 228 << 10, 64),
+    "sm_120": Processor("warp", "mma.sync.aligned.m16n8k16", 100 << 10, 48),
+    "gfx942": Processor("mfma", "v_mfma_f32_", 64 << 10, 32),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, int]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[self.kernel.arg_names.index(name)]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    target: str
+    kernel: str
+    dtype: str
+    width: int
+    variant: str
+    tile: str
+    registers: int
+    stack: int
+    """Bytes per thread; for AMD registers that were spilled."""
+    shared: int
+    occupancy: float
+    """Warps that a multiprocessor holds of those it could."""
+    scores: bool
+    """Whether the scores' instruction is there."""
+    copies: int
+    """Asynchronous copies."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.target} {self.kernel} {self.dtype} {self.width} {self.variant}".strip()
+
+
+LAUNCHED = ("forward", "decode_part", "join_parts", "look_at_rows", "backward_query", "list_visitors", "backward_key")
+
+
+class Recorder:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def record(*arguments: Any, **options: int) -> None:
+            self.launches.append(Launch(self.kernel, arguments, options))
+
+        return record
+
+
+def launches(family: str, dtype: torch.dtype, width: int, everything: bool = False) -> list[Launch]:
+    """What forward and backward launch for a training step; with everything: masks, segments and dropout."""
+    found: list[Launch] = []
+    recorded = {name: kernel for name, kernel in vars(kernels).items() if isinstance(kernel, triton.JITFunction)}
+    chosen = tiles.family
+    try:
+        tiles.family = lambda device: family
+        for name in LAUNCHED:
+            setattr(kernels, name, Recorder(recorded[name], found))
+        length = 256
+        query, key, value = torch.ones(3, 1, 4, length, width, dtype=dtype).unbind(0)
+        mask = torch.ones(1, length, dtype=torch.bool) if everything else None
+        segments = torch.zeros(1, length, dtype=torch.int64) if everything else None
+        seed = torch.ones(1, dtype=torch.int64) if everything else None
+        inputs = Inputs(query, key[:, :2], value[:, :2], -torch.ones(1, 4, length), mask, segments, seed)
+        options = Options(width**-0.5, 0.0, 0.1 if everything else 0.0, 1e-7, width**0.5)
+        out, state = launch.forward(inputs, options)
+        launch.backward(out, inputs, out, state, options)
+        long = torch.ones(1, 2, 4096, width, dtype=dtype)
+        masks = (None if x is None else x.expand(1, 16, length).reshape(1, 4096) for x in (mask, segments))
+        launch.forward(Inputs(query[:, :, :1], long, long, -torch.ones(1, 4, 1), *masks, seed), options)
+    finally:
+        tiles.family = chosen
+        for name, kernel in recorded.items():
+            setattr(kernels, name, kernel)
+    return found
+
+
+def compile_launch(launched: Launch, target: str, dtype: str, width: int, variant: str) -> Compiled:
+    signature, constants, attributes = _signature(launched)
+    processor, keys = PROCESSORS[target], launched["N"] if "N" in launched.kernel.arg_names else 0
+    sources = [Path(kernels.__file__).read_bytes(), Path(__file__).read_bytes()]
+    what = (triton.__version__, target, launched.kernel.__name__, signature, constants, attributes, launched.options)
+    digest = hashlib.sha256(b"".join(sources) + repr(what).encode()).hexdigest()
+    stored = CACHE / f"{digest}.json"
+    if stored.exists():
+        return Compiled(**json.loads(stored.read_text()))
+    place = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+    source = ASTSource(launched.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=place, options=launched.options)
+    warps = launched.options.get("num_warps", 4)
+    if target.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        registers, stack = _number(r"\.vgpr_count:\s*(\d+)", text), _number(r"\.vgpr_spill_count:\s*(\d+)", text)
+        copies = 0
+    else:
+        text = compiled.asm["ptx"]
+        registers, stack = _usage(compiled.asm["cubin"])
+        copies = len(re.findall(r"cp\.async\.c[ag]", text))
+    result = Compiled(
+        *(target, launched.kernel.__name__, dtype, width, variant),
+        "x".join(str(launched[name]) for name in ("M", "N") if name in launched.kernel.arg_names) + f", {warps} warps",
+        *(registers, stack, compiled.metadata.shared),
+        _occupancy(processor, target, registers, compiled.metadata.shared, warps),
+        *(processor.instruction.format(keys=keys) in text, copies),
+    )
+    CACHE.mkdir(parents=True, exist_ok=True)
+    stored.write_text(json.dumps(asdict(result)))
+    return result
+
+
+def _signature(launched: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
+    """As Triton's launcher specialises arguments: constants, ones and multiples of 16."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for place, (parameter, value) in enumerate(zip(launched.kernel.params, launched.arguments, strict=True)):
+        name = parameter.name
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name] = POINTERS[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return signature, constants, attributes
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return int(found[1])
+
+
+def _occupancy(processor: Processor, target: str, registers: int, shared: int, warps: int) -> float:
+    by_memory = processor.shared // max(shared + 1024, 1)
+    if target.startswith("gfx"):  # four units of 512 registers per lane, eight waves each
+        by_registers = 4 * min(8, 512 // max(8, -(-registers // 8) * 8)) // warps
+    else:
+        by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
+    return round(min(by_memory, by_registers, processor.warps // warps) * warps / processor.warps, 3)
+
+
+def wanted(fast: bool) -> Iterator[tuple[str, str, int, str]]:
+    """(target, dtype, width, variant)."""
+    for target in ("sm_80", "sm_90") if fast else PROCESSORS:
+        yield target, "bfloat16", 64, ""
+        if fast:
+            continue
+        yield target, "bfloat16", 128, ""
+        yield target, "bfloat16", 256, ""
+        yield target, "float16", 64, ""
+        yield target, "float32", 64, ""
+        yield target, "float32", 128, ""
+        yield target, "bfloat16", 64, "careful"
+        yield target, "bfloat16", 64, "masks and dropout"
+
+
+def compile_all(fast: bool, only: str = "") -> Iterator[Compiled]:
+    for target, dtype, width, variant in wanted(fast):
+        if only not in target:
+            continue
+        family = PROCESSORS[target].family
+        for launched in launches(family, getattr(torch, dtype), width, variant == "masks and dropout"):
+            decodes = "DECODES" in launched.kernel.arg_names and launched["DECODES"]
+            careful = "CAREFUL" in launched.kernel.arg_names and launched["CAREFUL"] and not decodes
+            if careful != (variant == "careful") and _walks(launched.kernel.__name__):
+                continue
+            if not _walks(launched.kernel.__name__) and (width != 64 or variant):
+                continue
+            yield compile_launch(launched, target, dtype, width, "decoding" if decodes and not variant else variant)
+
+
+def complaints(results: list[Compiled], ceilings: dict[str, dict[str, float]]) -> list[str]:
+    """What is worse than the ceilings say it may be, and what is not as it must be."""
+    found = []
+    for result in results:
+        ceiling = ceilings.get(result.name)
+        if ceiling is None:
+            found.append(f"{result.name}: no ceiling is stored; make gpu-check WRITE=--write")
+            continue
+        for field in ("registers", "stack", "shared"):
+            if getattr(result, field) > ceiling[field]:
+                found.append(f"{result.name}: {field} {getattr(result, field)} > {ceiling[field]}")
+        if result.occupancy < ceiling["occupancy"]:
+            found.append(f"{result.name}: occupancy {result.occupancy} < {ceiling['occupancy']}")
+        if not _walks(result.kernel) or result.dtype == "float32":
+            continue
+        if not result.scores:
+            found.append(f"{result.name}: the scores' instruction is not {PROCESSORS[result.target].instruction}")
+        if result.copies == 0 and not result.target.startswith("gfx"):
+            found.append(f"{result.name}: no asynchronous copies")
+    return found
+
+
+def _walks(kernel: str) -> bool:
+    return kernel not in ("look_at_rows", "list_visitors")
+
+
+def table(results: list[Compiled]) -> str:
+    """Markdown, a line for each kernel, width and dtype; processors side by side."""
+    targets = list(dict.fromkeys(result.target for result in results))
+    lines = [
+        f"Triton {triton.__version__}. Registers per thread, bytes of stack (AMD: spilled registers), KiB of shared"
+        " memory, occupancy; rows x keys of a tile, and warps.",
+        "",
+        "| kernel | dtype, width | " + " | ".join(targets) + " |",
+        "|---|---|" + "---|" * len(targets),
+    ]
+
+    def row(result: Compiled) -> tuple[str, str, int, str]:
+        return result.variant, result.dtype, result.width, result.kernel
+
+    for (variant, dtype, width, kernel), group in groupby(sorted(results, key=row), key=row):
+        cells = {
+            x.target: f"{x.registers}, {x.stack}, {x.shared / 1024:.0f}, {x.occupancy:.0%} ({x.tile})" for x in group
+        }
+        name = kernel + (f", {variant}" if variant else "")
+        lines.append(f"| {name} | {dtype}, {width} | " + " | ".join(cells.get(t, "") for t in targets) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fast", action="store_true", help="two processors, one width")
+    parser.add_argument("--only", default="", help="part of a processor's name")
+    parser.add_argument("--write", action="store_true", help="store what is found as ceilings, and the table in docs")
+    options = parser.parse_args(arguments)
+    results = []
+    for result in compile_all(options.fast, options.only):
+        results.append(result)
+        print(
+            f"{result.name:<55} {result.tile:<16} registers {result.registers:>3}  stack {result.stack:>4}  "
+            f"shared {result.shared:>6}  occupancy {result.occupancy:.0%}  copies {result.copies}",
+            flush=True,
+        )
+    ceilings = json.loads(CEILINGS.read_text()) if CEILINGS.exists() else {}
+    if options.write:
+        fields = ("registers", "stack", "shared", "occupancy")
+        fresh = {result.name: {field: getattr(result, field) for field in fields} for result in results}
+        ceilings.setdefault(triton.__version__, {}).update(fresh)
+        CEILINGS.write_text(json.dumps(ceilings, indent=1, sort_keys=True) + "\n")
+        document = DOCUMENT.read_text()
+        before, rest = document.split(BEGIN)
+        DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
+    found = complaints(results, ceilings.get(triton.__version__, {}))
+    print(
+        "\n".join(found) or f"{len(results)} kernels compiled with Triton {triton.__version__}, all as they should be"
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
