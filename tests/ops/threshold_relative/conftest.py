@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,8 +12,31 @@ if torch.cuda.is_available():
     IMPLEMENTATIONS["triton"] = OnDevice(triton, torch.device("cuda"))
 
 
+def _patch_once_per_launch() -> None:
+    """Triton's interpreter replaces its language at every call of a function within a kernel: half of its time."""
+    from triton.runtime import interpreter
+
+    patch, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def once(function: Any) -> Any:
+        if id(function.__globals__) in done:
+            return interpreter._LangPatchScope()
+        done.add(id(function.__globals__))
+        return patch(function)
+
+    def fresh(executor: Any, *arguments: Any, **options: Any) -> Any:
+        done.clear()
+        return launch(executor, *arguments, **options)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, fresh
+
+
+if triton.INSTALLED and triton.INTERPRETED:
+    _patch_once_per_launch()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if triton.installed():
+    if triton.INSTALLED:
         return
     skip = pytest.mark.skip(reason="needs Triton: pip install --no-deps triton")
     for item in items:

@@ -361,7 +361,7 @@ def test_auto_takes_it_on_a_gpu_and_the_native_kernel_on_a_cpu() -> None:
 
 
 def test_without_triton_auto_says_once_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "installed", lambda: False)
+    monkeypatch.setattr(triton, "INSTALLED", False)
     monkeypatch.setattr(triton, "_warned", False)
     monkeypatch.setitem(implementations.IMPLEMENTATIONS, "triton", triton)
     with pytest.warns(UserWarning, match=r"needs Triton: pip install 'threshold-relative-attention\[gpu\]'"):
@@ -375,7 +375,7 @@ def test_without_triton_auto_says_once_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_cpu_tensors_are_refused_unless_kernels_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(triton, "INTERPRETED", False)
     tensors = random_inputs(dtype=torch.float32)
     reason = triton.refusal(Inputs(*tensors, None, None, None), OPTIONS)
     assert reason == "needs tensors on a GPU, got cpu"

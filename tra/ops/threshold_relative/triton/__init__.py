@@ -1,5 +1,6 @@
 """The GPU kernels, in Triton: `kernels` computes, `launch` calls them, `tiles` says in which pieces."""
 
+import os
 import warnings
 from importlib.util import find_spec
 
@@ -12,6 +13,9 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
 LONGEST = 2**24
 """Keys are counted in float32."""
+INSTALLED = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+"""Whether Triton runs kernels in Python, on any device. Constants, because torch.compile traces `refusal`."""
 NOT_INSTALLED = "needs Triton: pip install 'threshold-relative-attention[gpu]'"
 
 _warned = False
@@ -20,18 +24,7 @@ _warned = False
 def about() -> str:
     refused = f"other devices, float64, widths over {WIDEST}, more than {LONGEST:,} keys"
     what = f"Triton kernels for CUDA and ROCm; refuses {refused}"
-    return what if installed() else f"{what}; not usable here: it {NOT_INSTALLED}"
-
-
-def installed() -> bool:
-    return find_spec("triton") is not None
-
-
-def interpreted() -> bool:
-    """Whether Triton runs kernels in Python, on any device (TRITON_INTERPRET=1)."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+    return what if INSTALLED else f"{what}; not usable here: it {NOT_INSTALLED}"
 
 
 def refusal(inputs: Inputs, options: Options) -> str | None:
@@ -45,9 +38,9 @@ def refusal(inputs: Inputs, options: Options) -> str | None:
         return f"takes widths up to {WIDEST}, got {query.shape[3]} and {value.shape[3]}"
     if value.shape[2] > LONGEST:
         return f"takes up to {LONGEST} keys, got {value.shape[2]}"
-    if device == "cpu" and not (installed() and interpreted()):
+    if device == "cpu" and not (INSTALLED and INTERPRETED):
         return f"needs tensors on a GPU, got {query.device}"
-    return None if installed() else NOT_INSTALLED
+    return None if INSTALLED else NOT_INSTALLED
 
 
 def passed_over(reason: str) -> None:
