@@ -23,7 +23,7 @@ tokens = torch.tensor([[1, 0, 1, 10], [1, 1, 1, 10]])
 with torch.inference_mode():
     found, expected = model(tokens).logits, load_run(sys.argv[2]).model(tokens)
 assert torch.equal(found, expected)
-print(type(model.decoder.blocks[0].attention).__module__, model.decoder.blocks[0].attention.window)
+print(type(model.model.decoder.blocks[0].attention).__module__, model.model.decoder.blocks[0].attention.window)
 """
 
 

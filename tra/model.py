@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,8 @@ class DecoderConfig:
     """On the embedding, the attention weights and the hidden units of the MLP."""
     residual: Literal["normalised", "pre_norm"] = "normalised"
     """Add each layer to the normalised stream (the authors' code) or to the stream itself (ordinary pre-norm)."""
+    tied_embeddings: bool = False
+    """The output head has the embedding's weights, not its own; they begin as a head's do."""
 
     def __post_init__(self) -> None:
         for name, annotation in (*((name, int) for name in LARGEST), ("kv_heads", int | None), ("dropout", float)):
@@ -57,6 +60,8 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
             if getattr(self, name) > largest:
                 raise ValueError(f"{name} must be at most {largest:,}, got {getattr(self, name):,}")
+        if not isinstance(self.tied_embeddings, bool):
+            raise ValueError(f"tied_embeddings must be True or False, got {self.tied_embeddings!r}")
         if self.residual not in ("normalised", "pre_norm"):
             raise ValueError(f"residual must be 'normalised' or 'pre_norm', got {self.residual!r}")
         mechanism = plugins.find("MECHANISMS", MECHANISMS, self.attention, "attention")
@@ -156,10 +161,6 @@ class Block(nn.Module):
         x = normed if self.adds_to_normalised else x
         return x + self.mlp(normed)
 
-    def weights(self, x: Tensor, context: Context) -> Tensor:
-        """The attention matrix ``[B, heads, L, L]`` that x meets."""
-        return self.attention.weights(self.attention_norm(x), context)
-
     def gates(self, x: Tensor) -> Tensor | None:
         """The gates ``[B, heads, L]`` that x opens, None if the mechanism has none."""
         return self.attention.gates(self.attention_norm(x))
@@ -174,14 +175,18 @@ class Decoder(nn.Module):
         torch.Size([2, 10, 6])
     """
 
+    block_class: ClassVar[type[Block]] = Block
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(self.block_class(config, layer) for layer in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.tied_embeddings:
+            self.head.weight = self.embedding.weight
         initialise(self.embedding)
         initialise(self.head)
         self.checkpoint_blocks = False
@@ -249,12 +254,20 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         streams: list[Tensor] | None = None,
+        weights: list[Tensor] | None = None,
+        layers: int | None = None,
     ) -> Tensor:
-        """As ``hidden``, from embedded tokens ``[B, L, width]``. What each block reads is added to ``streams``."""
-        context, caches = self._context(embedded, cache, key_mask, segment_ids)
+        """As ``hidden``, from embedded tokens ``[B, L, width]``.
+
+        What each block reads is added to ``streams``, and its attention matrix ``[B, heads, L, cached + L]`` to
+        ``weights``. With ``layers``, only the first so many blocks are passed through, and the cache has so many.
+        """
+        layers = len(self.blocks) if layers is None else layers
+        context, caches = self._context(embedded, cache, key_mask, segment_ids, layers)
+        context = context._replace(weights=weights)
         x = self.dropout(embedded)
         again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
-        for block, layer_cache in zip(self.blocks, caches, strict=True):
+        for block, layer_cache in zip(islice(self.blocks, layers), caches, strict=True):
             if streams is not None:
                 streams.append(x)
             own = context._replace(cache=layer_cache)
@@ -268,29 +281,24 @@ class Decoder(nn.Module):
 
         In training mode, what the blocks read has met the dropout of those before; the weights themselves meet none.
         """
-        streams: list[Tensor] = []
-        self.hidden_from(self.embedded(tokens), key_mask=key_mask, segment_ids=segment_ids, streams=streams)
-        return self.attention_weights_from(streams, key_mask=key_mask, segment_ids=segment_ids)
-
-    def attention_weights_from(
-        self, streams: Sequence[Tensor], *, key_mask: Tensor | None = None, segment_ids: Tensor | None = None
-    ) -> list[Tensor]:
-        """As ``attention_weights``, from what each block reads."""
-        if len(streams) != len(self.blocks):
-            raise ValueError(f"streams must be one for each of the {len(self.blocks)} blocks, got {len(streams)}")
-        context, _ = self._context(streams[0], None, key_mask, segment_ids)
-        pairs = zip(self.blocks, streams, strict=True)
-        return [block.weights(x, context) for block, x in pairs]  # type: ignore[operator]
+        weights: list[Tensor] = []
+        self.hidden_from(self.embedded(tokens), key_mask=key_mask, segment_ids=segment_ids, weights=weights)
+        return weights
 
     def _context(
-        self, embedded: Tensor, cache: Sequence[Cache] | None, key_mask: Tensor | None, segment_ids: Tensor | None
+        self,
+        embedded: Tensor,
+        cache: Sequence[Cache] | None,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+        layers: int,
     ) -> tuple[Context, Sequence[Cache | None]]:
         """The context of a call, known to fit it, and the cache of each layer."""
         check_stream("embedded", embedded, self.config.width)
-        caches: Sequence[Cache | None] = [None] * len(self.blocks) if cache is None else cache
-        if isinstance(caches, Cache) or len(caches) != len(self.blocks):
+        caches: Sequence[Cache | None] = [None] * layers if cache is None else cache
+        if isinstance(caches, Cache) or len(caches) != layers:
             got = "Cache" if isinstance(caches, Cache) else len(caches)
-            raise ValueError(f"cache must be a list of {len(self.blocks)}, one Cache for each layer, got {got}")
+            raise ValueError(f"cache must be a list of {layers}, one Cache for each layer, got {got}")
         lengths = [0 if layer is None else len(layer) for layer in caches]
         if len(set(lengths)) > 1:
             raise ValueError(f"cache must hold as many tokens in every layer, got {lengths}")

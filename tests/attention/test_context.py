@@ -40,13 +40,6 @@ def test_the_caches_of_a_whole_decoder_are_not_those_of_a_layer() -> None:
         build()(torch.zeros(2, 5, 16), Context(cache=[Cache(), Cache()]))
 
 
-def test_weights_need_all_tokens_in_one_pass() -> None:
-    cache = Cache()
-    with pytest.raises(ValueError, match="context must have no cache for weights"):
-        build().weights(torch.zeros(2, 5, 16), Context(cache))
-    assert len(cache) == 0
-
-
 def test_a_call_leaves_the_context_as_it_was() -> None:
     """It may be used again with other tokens, and is checked again then."""
     attention, context = build(), Context(key_mask=torch.ones(2, 5, dtype=torch.bool))

@@ -271,10 +271,37 @@ def test_wrong_mask_is_named_and_leaves_the_cache_as_it_was(mechanism: type[Atte
         assert_close(attention(new, Context(cache)), full[:, -1:])
 
 
-def test_cache_refuses_gradients_and_another_batch(mechanism: type[Attention]) -> None:
+def test_gradients_reach_what_is_cached(mechanism: type[Attention]) -> None:
+    """In pieces as in one pass, whichever of them needs the other."""
+    attention, x = build(mechanism), inputs().requires_grad_()
+    expected = torch.autograd.grad(attention(x)[:, 12:].square().sum(), [x, *attention.parameters()])
+    cache = Cache()
+    parts = [attention(piece, Context(cache)) for piece in x.split([9, 3, 1, 6], dim=1)]
+    found = torch.autograd.grad(torch.cat(parts, dim=1)[:, 12:].square().sum(), [x, *attention.parameters()])
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+    # What was remembered with gradients can be gone on from without, and still be differentiated afterwards.
+    cache, first = Cache(), x[:, :9]
+    before = attention(first, Context(cache))
+    if not mechanism.revises_cache:
+        cache.crop(5)
+        with torch.no_grad():
+            assert_close(attention(x[:, 5:7], Context(cache)), attention(x[:, :7])[:, 5:])
+    before.sum().backward()
+
+
+@torch.no_grad()
+def test_weights_with_a_cache_are_the_last_rows_and_leave_it_alone(mechanism: type[Attention]) -> None:
+    attention, x, cache = build(mechanism, kv_heads=2), inputs(), Cache()
+    attention(x[:, :11], Context(cache))
+    expected = attention.weights(x)[:, :, 11:]
+    assert_close(attention.weights(x[:, 11:], Context(cache)), expected)
+    assert len(cache) == 11
+    assert_close(attention(x[:, 11:], Context(cache)), attention(x)[:, 11:])
+
+
+def test_a_cache_is_of_one_batch(mechanism: type[Attention]) -> None:
     attention, cache = build(mechanism), Cache()
-    with pytest.raises(ValueError, match="cache is for inference"):
-        attention(inputs(), Context(cache))
     with torch.no_grad():
         attention(inputs(), Context(cache))
         with pytest.raises(ValueError, match="cache holds a batch of 2, got new tokens for a batch of 3"):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.hub.models import build, config, every_mechanism, generate, prompt
 from tra import Decoder, DecoderConfig
-from tra.hub import TraConfig, TraForCausalLM, TraModel, from_decoder
+from tra.hub import TraConfig, TraForCausalLM, TraModel, from_decoder, to_decoder
 from tra.hub.config import NAMES
 
 
@@ -35,7 +35,7 @@ def test_a_saved_model_gives_the_same_bits(attention: str, tmp_path: Path) -> No
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     base = AutoModel.from_pretrained(tmp_path)
     assert type(base) is TraModel
-    assert torch.equal(base(tokens, use_cache=False).last_hidden_state, model.decoder.hidden(tokens))
+    assert torch.equal(base(tokens, use_cache=False).last_hidden_state, model.model.decoder.hidden(tokens))
 
 
 @every_mechanism
@@ -43,7 +43,7 @@ def test_a_new_model_starts_as_the_decoder_does(attention: str) -> None:
     torch.manual_seed(3)
     expected = Decoder(config(attention).decoder_config()).state_dict()
     torch.manual_seed(3)
-    found = TraForCausalLM(config(attention)).decoder.state_dict()
+    found = to_decoder(TraForCausalLM(config(attention))).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -52,7 +52,7 @@ def test_a_new_model_starts_as_the_decoder_does(attention: str) -> None:
 def test_weights_that_a_file_lacks_start_as_the_decoders_do(attention: str, tmp_path: Path) -> None:
     model = build(attention)
     model.save_pretrained(tmp_path)
-    kept = {"decoder.norm.weight", "decoder.blocks.0.attention.query.weight"}
+    kept = {"model.decoder.norm.weight", "model.decoder.blocks.0.attention.query.weight"}
     stored = load_file(tmp_path / "model.safetensors")
     save_file({name: stored[name] for name in kept}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     torch.manual_seed(3)
@@ -60,7 +60,10 @@ def test_weights_that_a_file_lacks_start_as_the_decoders_do(attention: str, tmp_
     torch.manual_seed(3)
     new = TraForCausalLM(config(attention))
     for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, (model if name in kept else new).state_dict()[name]), name
+        if name == "lm_head.weight":  # drawn by the same rule, after the others
+            assert 0.015 < tensor.std() < 0.025
+        else:
+            assert torch.equal(tensor, (model if name in kept else new).state_dict()[name]), name
     for name, buffer in loaded.named_buffers():
         assert torch.equal(buffer, new.get_buffer(name)), name
 
@@ -73,7 +76,10 @@ def test_a_trained_decoder_becomes_a_model(tmp_path: Path) -> None:
         assert torch.equal(model(tokens, use_cache=False).logits, decoder.eval()(tokens))
     assert model.config.decoder_config() == decoder.config
     assert model.generation_config.eos_token_id == 4
-    assert set(model.state_dict()) == {f"decoder.{name}" for name in decoder.state_dict()}
+    body = {f"model.decoder.{name}" for name in decoder.state_dict() if name != "head.weight"}
+    assert set(model.state_dict()) == {*body, "lm_head.weight"}
+    back = to_decoder(model).state_dict()
+    assert all(torch.equal(back[name], tensor) for name, tensor in decoder.state_dict().items())
     model.save_pretrained(tmp_path)
     assert TraForCausalLM.from_pretrained(tmp_path).dtype == torch.float64
 
@@ -96,7 +102,7 @@ def test_half_precision(attention: str, keyword: str, tmp_path: Path) -> None:
 
 def test_every_field_of_a_decoder_config_has_a_name_here() -> None:
     assert list(NAMES) == [field.name for field in fields(DecoderConfig)]
-    decoder = DecoderConfig(7, 1, 2, 8, 1, "t5", {"qk_norm": False, "buckets": 8}, 0.2, "pre_norm")
+    decoder = DecoderConfig(7, 1, 2, 8, 1, "t5", {"qk_norm": False, "buckets": 8}, 0.2, "pre_norm", True)
     assert TraConfig.from_decoder(decoder, bos_token_id=3).decoder_config() == decoder
 
 
@@ -125,7 +131,7 @@ def test_a_config_survives_its_file(tmp_path: Path) -> None:
         ({"attention": "ropee"}, "attention must be one of .*, got 'ropee'; did you mean 'rope'?"),
         ({"num_hidden_layers": 0}, "layers must be at least 1, got 0"),
         ({"residual": "post"}, "residual must be 'normalised' or 'pre_norm', got 'post'"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings must be False"),
+        ({"tie_word_embeddings": "yes"}, "tied_embeddings must be True or False, got 'yes'"),
     ],
 )
 def test_a_wrong_keyword_is_named(keywords: dict[str, Any], message: str) -> None:
@@ -142,10 +148,6 @@ def test_a_misspelt_keyword_is_an_error_when_loading_too(tmp_path: Path) -> None
         assert getattr(loaded, "config", loaded).dropout == 0.5
     with pytest.raises(ValueError, match="got 'dropuot'; did you mean 'dropout'"):
         TraConfig.from_dict(config().to_dict(), dropuot=0.5)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "residaul": "pre_norm"}))
-    with pytest.raises(ValueError, match="got 'residaul'; did you mean 'residual'"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_keyword_beside_a_config_is_an_error(tmp_path: Path) -> None:
@@ -167,16 +169,6 @@ def test_wrong_sizes_are_named() -> None:
         TraForCausalLM(config(hidden_size=30))
     with pytest.raises(ValueError, match=r"kv_heads must divide heads \(4\), got 3"):
         TraForCausalLM(config(num_key_value_heads=3))
-
-
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "sdpa", "kernels-community/flash-attn"])
-def test_another_attention_implementation_is_refused(implementation: str, tmp_path: Path) -> None:
-    message = f"attn_implementation must be None: attention decides, got '{implementation}'"
-    build().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        TraForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation)
-    with pytest.raises(ValueError, match=message):
-        TraForCausalLM(config(attn_implementation=implementation))
 
 
 class Spy:
@@ -204,9 +196,10 @@ def test_loading_runs_no_code_that_a_folder_holds(tmp_path: Path) -> None:
     plain = file.read_text()
     code = {"AutoConfig": "configuration_tra.TraConfig", "AutoModelForCausalLM": "modeling_tra.TraForCausalLM"}
     file.write_text(json.dumps({**json.loads(plain), "auto_map": code}))
+    for trust in (None, False):  # True is transformers' own way to ask for it
+        AutoModelForCausalLM.from_pretrained(model, trust_remote_code=trust)
     for trust in (None, False, True):
-        with pytest.raises(ValueError, match=r"keyword must be one of .*, got 'auto_map'"):
-            AutoModelForCausalLM.from_pretrained(model, trust_remote_code=trust)
+        TraForCausalLM.from_pretrained(model, trust_remote_code=trust)
     assert not ran.exists()
 
     file.write_text(plain)

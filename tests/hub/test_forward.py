@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 from tests.hub.models import VOCABULARY, build, every_mechanism, generate, left_padded, prompt
 from tra.attention import Context
@@ -30,8 +29,8 @@ def test_outputs_that_may_be_asked_for() -> None:
     model, tokens = build(), prompt()
     full = model(tokens, output_hidden_states=True)
     assert [tuple(states.shape) for states in full.hidden_states] == [(2, 7, 32)] * 3
-    assert torch.equal(full.hidden_states[0], model.decoder.embedding(tokens))
-    torch.testing.assert_close(model.decoder.head(full.hidden_states[-1]), full.logits)
+    assert torch.equal(full.hidden_states[0], model.model.decoder.embedding(tokens))
+    torch.testing.assert_close(model.lm_head(full.hidden_states[-1]), full.logits)
     torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, full.logits[:, -2:])
     places = torch.tensor([4, 1])
     torch.testing.assert_close(model(tokens, logits_to_keep=places).logits, full.logits[:, places])
@@ -42,7 +41,7 @@ def test_outputs_that_may_be_asked_for() -> None:
     assert isinstance(full.past_key_values, TraCache)
     model.config.use_cache = False
     assert model(tokens).past_key_values is None
-    assert torch.equal(model(inputs_embeds=model.decoder.embedding(tokens)).logits, model(tokens).logits)
+    assert torch.equal(model(inputs_embeds=model.model.decoder.embedding(tokens)).logits, model(tokens).logits)
 
 
 @every_mechanism
@@ -51,7 +50,7 @@ def test_attentions_are_the_exact_matrices(attention: str) -> None:
     model = build(attention, num_key_value_heads=4)
     tokens, mask = left_padded([torch.randint(VOCABULARY, (length,)) for length in (9, 6)])
     attentions = model(tokens, attention_mask=mask, output_attentions=True).attentions
-    expected = model.decoder.attention_weights(tokens, key_mask=mask.bool())
+    expected = model.model.decoder.attention_weights(tokens, key_mask=mask.bool())
     assert len(attentions) == 2
     for found, exact in zip(attentions, expected, strict=True):
         assert found.shape == (2, 4, 9, 9)
@@ -59,7 +58,7 @@ def test_attentions_are_the_exact_matrices(attention: str) -> None:
         assert (found.triu(1) == 0).all()
         assert (found[1, ..., :3] == 0).all()
     # The matrix explains what the layer does with the values.
-    layer, read = model.decoder.blocks[0], model.decoder.embedding(tokens)
+    layer, read = model.model.decoder.blocks[0], model.model.decoder.embedding(tokens)
     value = layer.attention.value(layer.attention_norm(read)).unflatten(-1, (4, 8)).transpose(1, 2)
     mixed = layer.attention.finished(attentions[0] @ value).transpose(1, 2).flatten(2)
     torch.testing.assert_close(
@@ -70,13 +69,36 @@ def test_attentions_are_the_exact_matrices(attention: str) -> None:
         torch.testing.assert_close(total, (total > 0).float())
 
 
-def test_attentions_while_generating_need_all_tokens() -> None:
-    model, tokens = build(), prompt()
-    options = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 3}
-    with pytest.raises(ValueError, match="output_attentions needs all tokens in one pass"):
-        generate(model, tokens, **options)
-    out = generate(model, tokens, use_cache=False, **options)
-    assert [step[0].shape[-1] for step in out.attentions] == [7, 8, 9]
+@every_mechanism
+def test_attentions_while_generating_are_the_last_rows_of_those_of_all_tokens(attention: str) -> None:
+    model = build(attention)
+    tokens, mask = left_padded([torch.randint(VOCABULARY, (length,)) for length in (9, 6)])
+    options = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    out = generate(model, tokens, attention_mask=mask, **options)
+    assert torch.equal(out.sequences, generate(model, tokens, attention_mask=mask, max_new_tokens=4))
+    known = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], dim=1)
+    with torch.no_grad():
+        whole = model(out.sequences[:, :-1], attention_mask=known, output_attentions=True).attentions
+    for step, found in enumerate(out.attentions):
+        rows = slice(0, 9) if step == 0 else slice(8 + step, 9 + step)
+        for layer, expected in zip(found, whole, strict=True):
+            torch.testing.assert_close(layer, expected[:, :, rows, : 9 + step])
+
+
+@every_mechanism
+def test_gradients_pass_through_the_attentions(attention: str) -> None:
+    """A step of gradient descent on the weights that were returned is one on the loss: they are what it was made of."""
+    model, tokens = build(attention, num_hidden_layers=1), prompt()
+    out = model(tokens, labels=tokens, output_attentions=True)
+    with torch.no_grad():
+        torch.testing.assert_close(out.loss, model(tokens, labels=tokens).loss)
+    expected = torch.autograd.grad(model(tokens, labels=tokens).loss, list(model.parameters()))
+    (matrix,) = out.attentions
+    through, *found = torch.autograd.grad(out.loss, [matrix, *model.parameters()])
+    assert through.shape == matrix.shape
+    assert through.abs().sum() > 0
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()
@@ -93,13 +115,9 @@ def test_wrong_inputs_are_named() -> None:
     for wrong, message in (
         ({"attention_mask": torch.ones(2, 1, 7, 7)}, r"attention_mask must have the shape .* = \[2, 7\]"),
         ({"attention_mask": torch.ones(2, 6)}, r"attention_mask must have the shape .* = \[2, 7\].* got \[2, 6\]"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values must be a TraCache, got DynamicCache"),
+        ({"past_key_values": ((tokens, tokens),)}, "past_key_values must be a TraCache or a DynamicCache, got tuple"),
+        ({"position_ids": torch.arange(6)[None]}, r"position_ids must have the shape .* = \[2, 7\], got \[1, 6\]"),
         ({"inputs_embeds": torch.zeros(2, 7, 32)}, "input_ids or inputs_embeds must be given, and not both"),
     ):
         with pytest.raises(ValueError, match=message):
             model(tokens, **wrong)
-    # Mechanisms find positions by themselves: others given from outside must not pass unnoticed.
-    with pytest.raises(TypeError, match="position_ids"):
-        model(tokens, position_ids=torch.arange(7)[None])
-    with pytest.raises(TypeError, match="position_ids"):
-        generate(model, tokens, position_ids=torch.arange(7)[None])

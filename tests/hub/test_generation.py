@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from tests.hub.models import VOCABULARY, build, every_mechanism, generate, left_padded, prompt
 from tra import Cache, Decoder
-from tra.hub import TraCache
+from tra.hub import to_decoder
+from tra.hub.cache import TraLayer
 
 
 @torch.no_grad()
@@ -27,7 +28,7 @@ def greedy(decoder: Decoder, tokens: Tensor, new: int = 16) -> Tensor:
 @every_mechanism
 def test_cached_generation_equals_the_decoder_without_a_cache_token_for_token(attention: str) -> None:
     model, tokens = build(attention), prompt()
-    expected = greedy(model.decoder, tokens)
+    expected = greedy(to_decoder(model), tokens)
     assert len(expected[:, 7:].unique()) > 3
     assert torch.equal(generate(model, tokens), expected)
     assert torch.equal(generate(model, tokens, use_cache=False), expected)
@@ -40,7 +41,7 @@ def test_rows_of_a_left_padded_batch_continue_as_they_do_alone(attention: str) -
     tokens, mask = left_padded(rows)
     together = generate(model, tokens, attention_mask=mask)[:, -16:]
     for row, continued in zip(rows, together, strict=True):
-        assert torch.equal(continued, greedy(model.decoder, row[None])[0, len(row) :])
+        assert torch.equal(continued, greedy(to_decoder(model), row[None])[0, len(row) :])
 
 
 @every_mechanism
@@ -56,7 +57,7 @@ def test_beam_search_with_a_cache_equals_beam_search_without(attention: str) -> 
 @every_mechanism
 def test_a_prompt_much_longer_than_any_window(attention: str) -> None:
     model, tokens = build(attention), prompt(batch=1, length=300)
-    assert torch.equal(generate(model, tokens, max_new_tokens=3), greedy(model.decoder, tokens, new=3))
+    assert torch.equal(generate(model, tokens, max_new_tokens=3), greedy(to_decoder(model), tokens, new=3))
 
 
 @every_mechanism
@@ -72,7 +73,7 @@ def test_sampling_with_a_seed_is_repeatable_and_needs_no_cache_to_be_so(attentio
 @every_mechanism
 def test_a_prompt_read_in_chunks_changes_nothing(attention: str) -> None:
     model, tokens = build(attention), prompt(length=13)
-    assert torch.equal(generate(model, tokens, prefill_chunk_size=5), greedy(model.decoder, tokens))
+    assert torch.equal(generate(model, tokens, prefill_chunk_size=5), greedy(to_decoder(model), tokens))
 
 
 @every_mechanism
@@ -84,10 +85,10 @@ def test_assisted_generation_forgets_the_tokens_it_takes_back(attention: str) ->
         with pytest.raises(ValueError, match="the cache of this mechanism cannot be cropped"):
             generate(model, tokens)
         return
-    crop = TraCache.crop
+    crop = TraLayer.crop
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TraCache, "crop", lambda cache, tokens: cropped.append(tokens) or crop(cache, tokens))
-        assert torch.equal(generate(model, tokens), greedy(model.decoder, tokens))
+        patch.setattr(TraLayer, "crop", lambda layer, tokens: cropped.append(tokens) or crop(layer, tokens))
+        assert torch.equal(generate(model, tokens), greedy(to_decoder(model), tokens))
     assert min(cropped) < 0
 
 
@@ -96,18 +97,18 @@ def test_generation_goes_on_from_the_cache_of_an_earlier_call(attention: str) ->
     model, tokens = build(attention), prompt()
     first = generate(model, tokens, max_new_tokens=6, return_dict_in_generate=True)
     more = torch.cat([first.sequences, prompt(length=2)], dim=1)
-    assert torch.equal(generate(model, more, past_key_values=first.past_key_values), greedy(model.decoder, more))
+    assert torch.equal(generate(model, more, past_key_values=first.past_key_values), greedy(to_decoder(model), more))
 
 
 def test_generation_from_embedded_tokens() -> None:
     model, tokens = build(), prompt()
     new = model.generate(inputs_embeds=model.get_input_embeddings()(tokens), max_new_tokens=16, do_sample=False)
-    assert torch.equal(new, greedy(model.decoder, tokens)[:, 7:])
+    assert torch.equal(new, greedy(to_decoder(model), tokens)[:, 7:])
 
 
 def test_generation_ends_at_the_end_token_and_pads_after_it() -> None:
     model, tokens = build(), prompt()
-    free = greedy(model.decoder, tokens)
+    free = greedy(to_decoder(model), tokens)
     end = free[0, 12].item()
     stopped = generate(model, tokens, attention_mask=torch.ones_like(tokens), eos_token_id=end, pad_token_id=0)
     for row, plain in zip(stopped, free, strict=True):
@@ -140,11 +141,12 @@ def test_rows_of_the_cache_repeat_and_reset() -> None:
     assert (cache.get_seq_length(), cache.get_max_length(), len(cache)) == (5, -1, 2)
     cache.batch_repeat_interleave(2)
     rows = torch.tensor([0, 0, 1, 1])
-    torch.testing.assert_close(model(tokens[rows, 5:], past_key_values=cache).logits, model.decoder(tokens)[rows, 5:])
+    expected = to_decoder(model)(tokens)
+    torch.testing.assert_close(model(tokens[rows, 5:], past_key_values=cache).logits, expected[rows, 5:])
     cache.batch_select_indices(torch.tensor([3, 0]))
     cache.reset()
     assert cache.get_seq_length() == 0
-    torch.testing.assert_close(model(tokens, past_key_values=cache).logits, model.decoder(tokens))
+    torch.testing.assert_close(model(tokens, past_key_values=cache).logits, expected)
     with pytest.raises(ValueError, match="tokens_to_remove must not be positive, got 1"):
         cache.crop(1)
 
@@ -164,7 +166,7 @@ def test_streaming_gives_the_words_as_they_come() -> None:
     pieces = list(streamer)
     thread.join()
     assert len(pieces) > 10
-    expected = greedy(model.decoder, tokens)[0, 7:]
+    expected = greedy(to_decoder(model), tokens)[0, 7:]
     assert "".join(pieces).split() == [f"w{index}" for index in expected]
 
 
@@ -176,5 +178,5 @@ def test_a_pipeline_from_a_folder(tmp_path: Path) -> None:
     write = transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=tokenizer, device="cpu")
     text = tokenizer.decode(tokens[0])
     written = write(text, max_new_tokens=5, do_sample=False, return_full_text=False)[0]["generated_text"]
-    expected = greedy(model.decoder, tokens, new=5)[0, 7:]
+    expected = greedy(to_decoder(model), tokens, new=5)[0, 7:]
     assert written.split() == [f"w{index}" for index in expected if index != 0]  # w0 is the padding, left out

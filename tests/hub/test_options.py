@@ -28,7 +28,7 @@ def test_a_saved_model_keeps_its_options(attention: str, options: dict[str, Any]
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["attention_options"] == options
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.decoder.config.attention_options == options
+    assert loaded.model.decoder.config.attention_options == options
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     assert torch.equal(generate(loaded, tokens), generate(model, tokens))
     plain = TraForCausalLM(config(attention)).eval()

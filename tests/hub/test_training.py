@@ -26,12 +26,12 @@ def test_a_resized_vocabulary_keeps_what_was_learned(size: int, mean_resizing: b
     assert after.shape == (2, 7, size)
     kept = min(size, VOCABULARY)
     torch.testing.assert_close(after[..., :kept], before[..., :kept])
-    assert model.config.vocab_size == model.decoder.config.vocabulary == size
+    assert model.config.vocab_size == model.model.decoder.config.vocabulary == size
     if not mean_resizing:  # new ones start as the decoder's do
-        assert model.decoder.embedding.weight[kept:].abs().sum() <= 0.01 * max(size - kept, 0) * 32
-        assert model.decoder.head.weight[kept:].abs().sum() <= 0.1 * max(size - kept, 0) * 32
+        assert model.model.decoder.embedding.weight[kept:].abs().sum() <= 0.01 * max(size - kept, 0) * 32
+        assert model.lm_head.weight[kept:].abs().sum() <= 0.1 * max(size - kept, 0) * 32
     model(tokens, labels=tokens).loss.backward()
-    assert model.decoder.head.weight.grad.shape == (size, 32)
+    assert model.lm_head.weight.grad.shape == (size, 32)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, after)
@@ -43,7 +43,7 @@ def test_a_resized_vocabulary_keeps_what_was_learned(size: int, mean_resizing: b
 @pytest.mark.parametrize("attention", ["tra", "rope", "cope"])
 def test_gradient_checkpointing_computes_blocks_again_and_changes_no_gradient(attention: str) -> None:
     model, tokens, calls = build(attention, dropout=0.2).train(), prompt(length=20), []
-    model.decoder.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    model.model.decoder.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
 
     def gradients() -> list[Tensor]:
         torch.manual_seed(5)
@@ -124,7 +124,7 @@ def test_gradient_accumulation_divides_by_all_labels(tmp_path: Path) -> None:
         run.train_dataset = rows
         run._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
         run.train()
-        found.append(model.decoder.head.weight.detach())
+        found.append(model.lm_head.weight.detach())
     torch.testing.assert_close(found[0], found[1])
 
 

@@ -12,6 +12,7 @@ from tra.attention.base import Attention, Context, causal_softmax_attention, dis
 class LinearBiasAttention(Attention):
     """Softmax attention whose scores fall linearly with distance, at a fixed slope for each head."""
 
+    uses_sdpa = True
     slopes: Tensor
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, **shared: Any) -> None:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tra.attention.cache import Cache
+from tra.attention.cache import Cache, Glimpse
+from tra.attention.dense import dense_mix
 from tra.ops.visibility import check_masks, visible_keys
 
 
@@ -49,6 +50,8 @@ class Context(NamedTuple):
     """The rule itself: no dropout, and nothing left out to save time."""
     terms: list[Terms] | None = None
     """Where the rule leaves its terms, for who looks into it."""
+    weights: list[Tensor] | None = None
+    """Where the attention matrix ``[B, Hq, L, cached + L]`` of the call is put, if it is wanted."""
     checked: bool = False
     """Whether `fitting` has been called. A decoder does that once, for all its layers."""
 
@@ -101,6 +104,9 @@ class Attention(nn.Module, ABC):
     revises_cache: ClassVar[bool] = False
     """Whether later tokens change what is stored of earlier ones, so that its cache cannot be cropped."""
 
+    uses_sdpa: ClassVar[bool] = False
+    """Whether PyTorch's scaled_dot_product_attention computes the rule."""
+
     def __init__(
         self,
         width: int,
@@ -139,7 +145,14 @@ class Attention(nn.Module, ABC):
         Mechanisms that measure plain distance count padding between tokens; at the ends it changes nothing.
         """
         context = self._fitting(x, context)
-        mixed = self.attend(x, *self._project(x, context), context)
+        projected = self._project(x, context)
+        glimpse = None if context.weights is None else self._glimpse(x, *projected, context)
+        mixed = self.attend(x, *projected, context)
+        if glimpse is not None and context.weights is not None:
+            weights, values = glimpse
+            context.weights.append(weights)
+            if weights.requires_grad:  # whoever asked for them may ask for their gradients, which must pass through
+                mixed = dense_mix(weights, values, self.active_dropout(context))
         return self.output(self.finished(mixed).transpose(1, 2).flatten(2))
 
     def located(self, x: Tensor, context: Context) -> Tensor:
@@ -158,18 +171,19 @@ class Attention(nn.Module, ABC):
         """Be told before each training step how much of the training is done, in [0, 1): for aids that fade."""
 
     def weights(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """The attention matrix ``[B, Hq, L, L]``, always exact: what the rule makes of an identity matrix as values."""
-        context = self._fitting(x, context)._replace(exact=True)
-        if context.cache is not None:
-            raise ValueError("context must have no cache for weights, which need all tokens in one pass")
-        query, key, _ = self._project(x, context)
-        identity = torch.eye(x.shape[1], dtype=key.dtype, device=key.device)
-        identity = identity.expand(*key.shape[:2], -1, -1)
-        return self.attend(x, query, key, identity, context)
+        """The attention matrix ``[B, Hq, L, cached + L]``, always exact; the cache is left as it is."""
+        context = self._fitting(x, context)
+        return self._glimpse(x, *self._project(x, context), context)[0]
 
     def active_dropout(self, context: Context) -> float:
         """The probability with which this call drops a weight."""
         return self.dropout if self.training and not context.exact else 0.0
+
+    def _glimpse(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """The weights, which are what the rule makes of an identity matrix as values, and the values of all tokens."""
+        glimpse = Glimpse(context.cache, value, key.dtype)
+        weights = self.attend(x, query, key, value, context._replace(cache=glimpse, exact=True))
+        return weights, glimpse.values
 
     def _fitting(self, x: Tensor, context: Context | None) -> Context:
         check_stream("x", x, self.width)

@@ -25,19 +25,34 @@ class Cache:
         return self._length
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Store the new tokens and return all tokens so far, one tensor per argument (views, not copies)."""
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
-            raise ValueError("cache is for inference: call the model under torch.no_grad() or inference_mode()")
+        """Store the new tokens and return all tokens so far, one tensor per argument (views, not copies).
+
+        Where gradients are recorded, they reach the tokens of earlier calls too, at the price of a copy for each call.
+        """
         if self._buffers and new[0].shape[0] != self._buffers[0].shape[0]:
             raise ValueError(
                 f"cache holds a batch of {self._buffers[0].shape[0]}, got new tokens for a batch of {new[0].shape[0]}"
             )
         length = self._length + new[0].shape[2]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*new, *self._buffers)):
+            self._buffers, self._length = list(self.with_new(*new)), length
+            return tuple(self._buffers)
         self._reserve(length, new)
         for buffer, tensor in zip(self._buffers, new, strict=True):
             buffer[:, :, self._length : length] = tensor
         self._length = length
-        return tuple(buffer[:, :, :length] for buffer in self._buffers)
+        return self.stored
+
+    def with_new(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of all tokens so far and of the new ones, which are not stored."""
+        if not self._length:
+            return new
+        return tuple(torch.cat(pair, dim=2) for pair in zip(self.stored, new, strict=True))
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors of all tokens so far (views), none before anything is stored."""
+        return tuple(buffer[:, :, : self._length] for buffer in self._buffers)
 
     @property
     def batch(self) -> int:
@@ -47,6 +62,10 @@ class Cache:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch in this order; a row may come more than once."""
         self._buffers = [buffer.index_select(0, rows.to(buffer.device)) for buffer in self._buffers]
+
+    def move(self, device: torch.device | str) -> None:
+        """Put everything on another device."""
+        self._buffers = [buffer.to(device) for buffer in self._buffers]
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first ``length``.
@@ -59,12 +78,41 @@ class Cache:
         self._length = length
 
     def _reserve(self, length: int, like: tuple[Tensor, ...]) -> None:
-        # What was made under inference mode cannot be written to outside it.
+        # What was made under inference mode cannot be written to outside it, and what gradients need not at all.
         writable = bool(self._buffers) and (torch.is_inference_mode_enabled() or not self._buffers[0].is_inference())
-        if writable and self._buffers[0].shape[2] >= length:
+        if writable and not self._buffers[0].requires_grad and self._buffers[0].shape[2] >= length:
             return
         capacity = length if not self._buffers else max(length, 2 * self._buffers[0].shape[2])
         old = self._buffers or [tensor[:, :, :0] for tensor in like]
         self._buffers = [tensor.new_empty(*tensor.shape[:2], capacity, *tensor.shape[3:]) for tensor in like]
         for buffer, stored in zip(self._buffers, old, strict=True):
             buffer[:, :, : self._length] = stored[:, :, : self._length]
+
+
+class Glimpse(Cache):
+    """Stands in for a cache while weights are computed: it stores nothing, and in place of values it gives an identity
+    matrix, of which the rule makes the weights.
+
+    Args:
+        cache: what is remembered of earlier tokens.
+        value: the values of the new tokens, by which they are known among what is to be stored.
+        dtype: of the weights.
+    """
+
+    def __init__(self, cache: Cache | None, value: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.behind = Cache() if cache is None else cache
+        self.value, self.dtype = value, dtype
+        self.values: Tensor
+        """The values of all tokens, once the mechanism has asked for them."""
+
+    def __len__(self) -> int:
+        return len(self.behind)
+
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
+        found = list(self.behind.with_new(*new))
+        place = next(place for place, tensor in enumerate(new) if tensor is self.value)
+        self.values = found[place]
+        identity = torch.eye(self.values.shape[2], dtype=self.dtype, device=self.values.device)
+        found[place] = identity.expand(*self.values.shape[:2], -1, -1)
+        return tuple(found)

@@ -14,6 +14,8 @@ class ForgettingAttention(GatedAttention):
     The score of query i and key j gains the sum of log f_l over the tokens l after j up to i, where f is the gate.
     """
 
+    uses_sdpa = True
+
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         gate = self.gate(x)
         log_forget = F.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).transpose(1, 2)

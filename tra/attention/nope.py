@@ -8,6 +8,8 @@ from tra.attention.base import Attention, Context, causal_softmax_attention
 class UnpositionedAttention(Attention):
     """Softmax attention that is told no positions: order reaches it through causality alone."""
 
+    uses_sdpa = True
+
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
         return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout(context))

@@ -35,6 +35,7 @@ class RotaryAttention(Attention):
         trained_length: tokens of the sequences trained on, which "yarn" needs to know.
     """
 
+    uses_sdpa = True
     rotary_parts: ClassVar[int] = 1
     """Into how many parts a head is divided, each rotated by itself."""
 

@@ -16,6 +16,7 @@ class SelectiveAttention(RotaryAttention):
     Takes the arguments of :class:`~tra.attention.rope.RotaryAttention`.
     """
 
+    uses_sdpa = False
     revises_cache = True
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:

@@ -22,6 +22,8 @@ class BucketBiasAttention(Attention):
         max_distance: from here on all distances share the last bucket.
     """
 
+    uses_sdpa = True
+
     def __init__(
         self,
         width: int,

@@ -17,12 +17,14 @@ class Export(Common):
     """Run folder."""
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to write, which must not exist yet."""
+    auto_map: bool = True
+    """Let tools find this package by `trust_remote_code=True`: adds a file that imports it."""
 
 
 def run(arguments: list[str]) -> int:
     options = parse(Export, arguments, "export")
     from tra.hub.export import export
 
-    export(options.run, options.folder)
+    export(options.run, options.folder, options.auto_map)
     print(options.folder)
     return 0

@@ -1,55 +1,148 @@
-"""The decoder's cache as transformers' generation handles one."""
+"""The decoder's cache as transformers handles one."""
 
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from tra.attention import Cache
 from tra.model import Block, Decoder
 
 
-class TraCache(transformers.Cache):
-    """What `generate` keeps from token to token: for each layer, whatever its mechanism stores."""
+class TraLayer(CacheLayerMixin):
+    """What one layer remembers of earlier tokens: whatever its mechanism stores, of which keys and values come first.
 
-    is_compileable = False
-    layers: list[Any]
+    Args:
+        revised: whether later tokens change what is stored of earlier ones, so that none can be forgotten.
+    """
 
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(layers=decoder.new_cache())  # type: ignore[arg-type]
-        self.revised = any(isinstance(block, Block) and block.attention.revises_cache for block in decoder.blocks)
-        """Whether later tokens change what is stored of earlier ones."""
+    is_sliding = False
+
+    def __init__(self, revised: bool = False) -> None:
+        self.stored = _Completed()
+        self.is_croppable = not revised
+        self.device: torch.device | None = None
+        """Where it belongs, while it is elsewhere."""
 
     @property
-    def is_croppable(self) -> bool:
-        return not self.revised
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return self.stored.stored[0] if self.is_initialized else None
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return len(self.layers[layer_idx])
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self.stored.stored[1] if self.is_initialized else None
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.stored.batch > 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.stored.batch
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first tokens decide."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values, *_ = self.stored.append(key_states, value_states)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return len(self.stored)
+
+    def get_max_length(self) -> int:
         return -1
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        for layer in self.layers:
-            layer.select(indices)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.get_seq_length() > 0:
-            self.batch_select_indices(torch.arange(self.layers[0].batch).repeat_interleave(repeats))
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return len(self.stored) + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must not be positive, got {tokens_to_remove}")
-        if tokens_to_remove < 0 and self.revised:
+        if tokens_to_remove < 0 and not self.is_croppable:
             raise ValueError("the cache of this mechanism cannot be cropped: its last tokens changed earlier ones")
-        for layer in self.layers:
-            layer.crop(len(layer) + tokens_to_remove)
+        self.stored.crop(max(len(self.stored) + tokens_to_remove, 0))
 
     def reset(self) -> None:
-        for layer in self.layers:
-            layer.crop(0)
+        self.stored = _Completed()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.stored.select(torch.as_tensor(indices))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(self.stored.batch).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        if self.keys is not None and self.keys.device.type != "cpu":
+            self.device = self.keys.device
+            self.stored.move("cpu")
+
+    def prefetch(self) -> None:
+        if self.device is not None:
+            self.stored.move(self.device)
+            self.device = None
+
+
+class _Completed(Cache):
+    """A cache that may begin with keys and values from elsewhere, as prefix tuning gives them: whatever else the
+    mechanism stores is 0 for these tokens."""
+
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
+        self._complete(new)
+        return super().append(*new)
+
+    def with_new(self, *new: Tensor) -> tuple[Tensor, ...]:
+        self._complete(new)
+        return super().with_new(*new)
+
+    def _complete(self, new: tuple[Tensor, ...]) -> None:
+        if self._buffers:
+            capacity = self._buffers[0].shape[2]
+            for tensor in new[len(self._buffers) :]:
+                self._buffers.append(tensor.new_zeros(*tensor.shape[:2], capacity, *tensor.shape[3:]))
+
+
+class TraCache(transformers.Cache):
+    """What `generate` keeps from token to token: a :class:`TraLayer` for each of the first layers of a decoder."""
+
+    def __init__(self, decoder: Decoder, layers: int | None = None) -> None:
+        super().__init__(layers=new_layers(decoder, len(decoder.blocks) if layers is None else layers))
+
+
+def new_layers(decoder: Decoder, count: int) -> list[Any]:
+    """Empty layers for the first blocks of a decoder."""
+    mechanisms = [block.attention for block in decoder.blocks if isinstance(block, Block)]
+    return [TraLayer(mechanism.revises_cache) for mechanism in mechanisms[:count]]
+
+
+def adopt(cache: Any, decoder: Decoder, count: int) -> list[Cache]:
+    """What a decoder's first ``count`` blocks are to write to, in a cache of transformers'.
+
+    The layers of a plain `DynamicCache`, which tools pass to any model, become :class:`TraLayer`s in the same cache, so
+    that whoever holds it sees it grow. Others are refused by name.
+    """
+    if not isinstance(cache, transformers.Cache):
+        raise ValueError(f"past_key_values must be a TraCache or a DynamicCache, got {type(cache).__name__}")
+    if getattr(cache, "offloading", False):
+        raise ValueError("past_key_values must not be offloaded: layers are read where they are, got offloading=True")
+    layers: list[Any] = cache.layers
+    if len(layers) != count or not all(isinstance(layer, TraLayer) for layer in layers):
+        for layer in layers:
+            if type(layer) is not DynamicLayer:
+                raise ValueError(
+                    "past_key_values must be a TraCache or a DynamicCache with as many layers as the model, "
+                    f"got a {type(cache).__name__} of {len(layers)} {type(layer).__name__}s"
+                )
+        ours = new_layers(decoder, count)
+        for layer, given in zip(ours, layers, strict=False):
+            if given.get_seq_length():
+                layer.update(given.keys, given.values)
+        cache.layers, cache.layer_class_to_replicate = ours, None
+        layers = ours
+    return [layer.stored for layer in layers]

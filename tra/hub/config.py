@@ -1,12 +1,16 @@
 """A decoder's config in the words of transformers."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable
 from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import transformers
 
 from tra import plugins
+from tra.hub.adapters import tell_peft
 from tra.lookup import lookup
 from tra.model import SIZES, DecoderConfig
 
@@ -20,6 +24,7 @@ NAMES = {
     "attention_options": "attention_options",
     "dropout": "dropout",
     "residual": "residual",
+    "tied_embeddings": "tie_word_embeddings",
 }
 """What each field of a DecoderConfig is called in a TraConfig."""
 
@@ -27,6 +32,7 @@ UNDERSTOOD = (
     "_commit_hash",
     "_name_or_path",
     "attn_implementation",
+    "auto_map",
     "experts_implementation",
     "model_type",
     "name_or_path",
@@ -37,11 +43,32 @@ UNDERSTOOD = (
 )
 """Keywords that transformers writes or passes and that are no fields."""
 
+MODULE = "tra_model"
+"""The module beside a model's weights that leads to this package."""
+
+LEADS_HERE = """\
+# The model is in the package threshold-relative-attention; this file only leads there.
+try:
+    from tra.hub import *
+except ImportError as error:
+    raise ImportError("this model needs a package: pip install 'threshold-relative-attention[hub]'") from error
+"""
+
+AUTO_MAP = {
+    "AutoConfig": f"{MODULE}.TraConfig",
+    "AutoModel": f"{MODULE}.TraModel",
+    "AutoModelForCausalLM": f"{MODULE}.TraForCausalLM",
+    "AutoModelForQuestionAnswering": f"{MODULE}.TraForQuestionAnswering",
+    "AutoModelForSequenceClassification": f"{MODULE}.TraForSequenceClassification",
+    "AutoModelForTokenClassification": f"{MODULE}.TraForTokenClassification",
+}
+"""What a config with ``auto_map`` tells tools that know nothing of this package but its files."""
+
 
 class TraConfig(transformers.PreTrainedConfig):
     """Everything that determines a model: a DecoderConfig in the words of transformers, and the special tokens.
 
-    An unknown keyword is an error. There is no greatest length.
+    An unknown keyword is an error; an unknown key of a file is kept. There is no greatest length.
 
     Example:
         >>> TraConfig(vocab_size=100, attention="rope").decoder_config().width
@@ -61,7 +88,7 @@ class TraConfig(transformers.PreTrainedConfig):
     dropout: float = DecoderConfig.dropout
     residual: str = DecoderConfig.residual
     use_cache: bool = True
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = DecoderConfig.tied_embeddings
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -69,8 +96,8 @@ class TraConfig(transformers.PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         plugins.require(kwargs.pop("plugins", []))
         refuse_unknown(kwargs)
-        if self.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings must be False: the output head has weights of its own, got True")
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
         self.attention_options = self.decoder_config().attention_options  # raises what is wrong
         super().__post_init__(**kwargs)
 
@@ -81,16 +108,19 @@ class TraConfig(transformers.PreTrainedConfig):
 
     def decoder_config(self) -> DecoderConfig:
         values = {ours: getattr(self, theirs) for ours, theirs in NAMES.items()}
+        if self.num_key_value_heads == self.num_attention_heads:
+            values["kv_heads"] = None
         return DecoderConfig(**{**values, "attention_options": self.attention_options or {}})
 
     def to_dict(self) -> dict[str, Any]:
         """As for every config, with the plug-in that the mechanism comes from, if it is not built in."""
+        tell_peft(self.model_type)  # which asks for this before it looks for layers to tune
         needed = plugins.source("MECHANISMS", self.attention)
         return {**super().to_dict(), **({} if needed is None else {"plugins": [needed]})}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """As for every config, but a keyword that changes nothing is an error, and so is a plug-in that is missing.
+        """As for every config, but a plug-in that is missing is an error, and so is a misspelt keyword.
 
         Configs that version 0.1 wrote are read too.
         """
@@ -99,17 +129,39 @@ class TraConfig(transformers.PreTrainedConfig):
             ours = {name: config_dict[theirs] for name, theirs in NAMES.items() if theirs in config_dict}
             earlier = DecoderConfig.from_dict({**ours, "qk_norm": config_dict.pop("qk_norm")})
             config_dict["attention_options"] = earlier.attention_options
+        others = {key: config_dict.pop(key) for key in unknown(config_dict) if key != "plugins"}
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
+        for key, value in others.items():
+            if not hasattr(cls, key):  # as the name of a method is one
+                setattr(config, key, value)
         if return_unused_kwargs:
             return config, unused
-        refuse_unknown(unused)
+        refuse_unknown(key for key in unused if get_close_matches(key, OWN))
         return config
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As for every config; beside one with an ``auto_map``, also the file that this names."""
+        if getattr(self, "auto_map", None):
+            self.auto_map = AUTO_MAP
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            Path(save_directory, f"{MODULE}.py").write_text(LEADS_HERE)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
-def refuse_unknown(keywords: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a keyword that means nothing to a TraConfig, with the nearest that does."""
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: to save a model never copies the code of this package beside it."""
+
+
+OWN = [name for name in TraConfig.__annotations__ if name != "model_type"]
+
+
+def unknown(keywords: Iterable[str]) -> list[str]:
+    """Those that mean nothing to a TraConfig."""
     known = {*(field.name for field in fields(TraConfig)), *UNDERSTOOD}
-    own = {name: None for name in TraConfig.__annotations__ if name != "model_type"}
-    for keyword in keywords:
-        if keyword not in known:
-            lookup(own, keyword, "keyword")
+    return [keyword for keyword in keywords if keyword not in known]
+
+
+def refuse_unknown(keywords: Iterable[str]) -> None:
+    """Raise a ValueError for a keyword that means nothing to a TraConfig, with the nearest that does."""
+    for keyword in unknown(keywords):
+        lookup(dict.fromkeys(OWN), keyword, "keyword")

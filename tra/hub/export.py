@@ -10,6 +10,7 @@ from transformers.utils import logging
 from tra import plugins
 from tra.errors import RunError
 from tra.files import write_text, written_aside
+from tra.hub.config import AUTO_MAP, MODULE
 from tra.hub.modeling import TraForCausalLM, from_decoder
 from tra.report.tables import results_table
 from tra.runs import Run, load_run
@@ -18,13 +19,18 @@ from tra.tasks import ReadsText
 from tra.text.tokenizer import END
 
 
-def export(run: Run | Path | str, folder: Path | str) -> None:
-    """Write the folder, which must not exist yet; it appears whole or not at all."""
+def export(run: Run | Path | str, folder: Path | str, auto_map: bool = True) -> None:
+    """Write the folder, which must not exist yet; it appears whole or not at all.
+
+    With ``auto_map``, tools that load it with ``trust_remote_code=True`` find this package by themselves.
+    """
     run, folder = run if isinstance(run, Run) else load_run(run), Path(folder)
     if folder.exists():
         raise ValueError(f"folder must not exist yet, got {folder}")
     logging.disable_progress_bar()  # of one file
     model, tokenizer = as_pretrained(run)
+    if auto_map:
+        model.config.auto_map = AUTO_MAP
     if run.step < run.recipe.steps:
         warnings.warn(f"the run is at step {run.step} of {run.recipe.steps}", stacklevel=2)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +39,7 @@ def export(run: Run | Path | str, folder: Path | str) -> None:
             model.save_pretrained(aside)
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
-            write_text(aside / "README.md", model_card(run, folder.name))
+            write_text(aside / "README.md", model_card(run, folder.name, auto_map))
     except (OSError, SafetensorError) as error:
         raise RunError(f"could not write {folder}: {error}") from error
 
@@ -51,7 +57,7 @@ def as_pretrained(run: Run) -> tuple[TraForCausalLM, PreTrainedTokenizerFast | N
     return from_decoder(decoder, eos_token_id=end, pad_token_id=end), tokenizer
 
 
-def model_card(run: Run, name: str) -> str:
+def model_card(run: Run, name: str, auto_map: bool = True) -> str:
     """The README of a model."""
     recipe, task = run.recipe, run.task
     model, reads = recipe.model, isinstance(task, ReadsText)
@@ -65,12 +71,14 @@ def model_card(run: Run, name: str) -> str:
         f"A decoder of {model.layers} layers, {model.heads} heads and width {model.width} with {model.label} "
         f"attention, trained with threshold-relative-attention on {Path(trained).name} at up to {recipe.length:,} "
         f"{task.unit}, for {run.step:,} of {recipe.steps:,} steps.\n",
+        "## Use\n\n```bash\npip install 'threshold-relative-attention[hub]'\n```\n",
         "```python\nimport tra.hub  # registers the model; no code is loaded from this folder\n"
         + ("" if needed is None else f'tra.plugins.load("{needed}")  # which has the mechanism\n')
         + f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if reads else ''}\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         + (f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if reads else "")
         + "```\n",
+        *_use_with_other_tools(name, recipe.length, reads, auto_map),
     ]
     if recipe.plugins:
         names = (
@@ -90,6 +98,27 @@ def model_card(run: Run, name: str) -> str:
         parts.append(f"## Results\n\n{at}\n{table}")
     parts.append(f"## Recipe\n\n```json\n{recipe.to_json()}```\n")
     return "\n".join(parts)
+
+
+def _use_with_other_tools(name: str, length: int, reads: bool, auto_map: bool) -> list[str]:
+    parts = []
+    if auto_map:
+        parts.append(
+            "A tool that knows nothing of the package loads the folder with `trust_remote_code=True`: the one file of "
+            f"code in it, `{MODULE}.py`, does no more than import the package.\n"
+        )
+    parts.append(
+        "LoRA and other adapters of peft find their layers (`query` and `value`) by themselves; all of them are "
+        "`query`, `key`, `value`, `output`, `expand`, `contract`.\n"
+    )
+    if auto_map and reads:
+        parts.append(
+            "To evaluate it with the lm-evaluation-harness, at any length: it was trained on "
+            f"{length:,} tokens, and nothing in it ends there.\n\n```bash\n"
+            f"lm_eval --model hf --model_args pretrained={name},trust_remote_code=True,max_length={4 * length} "
+            "--tasks wikitext\n```\n"
+        )
+    return parts
 
 
 def _measured(run: Run) -> Measured | None:

@@ -1,17 +1,32 @@
 """The decoder as a Hugging Face model."""
 
+import copy
 from itertools import chain
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
-from tra.hub.cache import TraCache
+from tra.hub.cache import TraCache, adopt
 from tra.hub.config import UNDERSTOOD, TraConfig, refuse_unknown
-from tra.model import Decoder, initialise
+from tra.model import Block, Decoder, initialise
+
+log = logging.get_logger(__name__)
+
+EARLIER_NAMES = {r"^decoder\.head\.": "lm_head."}
+"""What weights were called when one decoder held all of them. The rest differs by the prefix of the base model only,
+which transformers adds by itself."""
 
 
 class TraPreTrainedModel(transformers.PreTrainedModel):
@@ -19,8 +34,9 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
 
     config: TraConfig
     config_class = TraConfig
+    base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["TraBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, config: TraConfig, **keywords: Any) -> None:
@@ -29,108 +45,196 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
             if keyword not in UNDERSTOOD:
                 raise ValueError(f"{keyword} must be given to the TraConfig, which is already there")
         super().__init__(config)
-        self.decoder = Decoder(config.decoder_config())
-        for tensor in chain(self.parameters(), self.buffers()):
-            if not tensor.is_meta:
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As for every model, but from safetensors only and never with code that lies beside the weights."""
         if kwargs.get("use_safetensors") is False:
             raise ValueError("use_safetensors must be True: other files of weights may hold code, got False")
-        return super().from_pretrained(*args, **{**kwargs, "use_safetensors": True, "trust_remote_code": False})
+        for name in ("tp_plan", "tp_size"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name} must be None: no mechanism divides its heads, got {kwargs[name]!r}")
+        if (quantization := kwargs.get("quantization_config")) is not None:
+            kwargs["quantization_config"] = without_gates(quantization)
+        mapping = {**EARLIER_NAMES, **(kwargs.pop("key_mapping", None) or {})}
+        ours = {"use_safetensors": True, "trust_remote_code": False, "key_mapping": mapping}
+        loaded = super().from_pretrained(*args, **{**kwargs, **ours})
+        model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Saved again, weights are not called as they were before.
+        model._weight_conversions = [
+            entry for entry in model._weight_conversions if not set(entry.source_patterns) & EARLIER_NAMES.keys()
+        ]
+        return loaded
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: to save a model never copies the code of this package beside it."""
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """What was neither built here nor in the file begins as in a new decoder, by the mechanism's own rule."""
-        missing = {
-            name: tensor
-            for name, tensor in chain(self.decoder.named_parameters(), self.decoder.named_buffers())
-            if not getattr(tensor, "_is_hf_initialized", False)
-        }
-        if missing:
-            with torch.device("cpu"):
-                new = Decoder(self.config.decoder_config())
-            for name, tensor in chain(new.named_parameters(), new.named_buffers()):
-                if name in missing:
-                    missing[name].copy_(tensor)
+        """What was neither built here nor in the file is drawn: in a decoder by the mechanism's own rule, whatever was
+        added to it by `_init_weights`."""
+        for module in self.modules():
+            if isinstance(module, Decoder) and not getattr(module, "_is_hf_initialized", False):
+                draw_missing(module)
+        super().initialize_weights()
 
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Called for an embedding and a head that grow."""
         if isinstance(module, nn.Embedding | nn.Linear):
             initialise(module)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        else:
+            super()._init_weights(module)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation not in (None, "eager"):
-            raise ValueError(f"attn_implementation must be None: attention decides, got {attn_implementation!r}")
-        return "eager"
+        """ "eager" stands for the mechanism's own way, whatever that is; "sdpa" is the own way of some."""
+        if attn_implementation in (None, "eager"):
+            return "eager"
+        with torch.device("meta"):
+            mechanism = self.config.decoder_config().new_attention(0)
+        if attn_implementation == "sdpa" and mechanism.uses_sdpa:
+            return "sdpa"
+        choices = "'eager' or 'sdpa'" if mechanism.uses_sdpa else "'eager'"
+        raise ValueError(
+            f"attn_implementation must be {choices}: {self.config.attention} is computed in its own way, "
+            f"got {attn_implementation!r}"
+        )
 
     @property
-    def gradient_checkpointing(self) -> bool:
-        """Where transformers looks for the decoder's checkpoint_blocks, which `gradient_checkpointing_enable` sets."""
-        return self.decoder.checkpoint_blocks
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, enable: bool) -> None:
-        self.decoder.checkpoint_blocks = enable
+    def _body(self) -> Decoder:
+        model: Any = self.base_model
+        return model.decoder
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.decoder.embedding
+        return self._body.embedding
 
     def set_input_embeddings(self, value: Any) -> None:
-        self.decoder.embedding = value
+        self._body.embedding = value
+
+    def get_decoder(self) -> nn.Module:
+        return self.base_model
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embedding = super().resize_token_embeddings(*args, **kwargs)
-        self.decoder.config = self.config.decoder_config()
+        self._body.config = self.config.decoder_config()
         return embedding
 
-    def hidden(
+
+def draw_missing(decoder: Decoder) -> None:
+    """Draw what was not loaded, as in a new decoder, and mark all of it as done."""
+    missing = {
+        name: tensor
+        for name, tensor in chain(decoder.named_parameters(), decoder.named_buffers())
+        if not getattr(tensor, "_is_hf_initialized", False)
+    }
+    if missing:
+        with torch.device("cpu"):
+            new = Decoder(decoder.config)
+        for name, tensor in chain(new.named_parameters(), new.named_buffers()):
+            if name in missing:
+                missing[name].copy_(tensor)
+    mark_as_drawn(decoder)
+
+
+def mark_as_drawn(decoder: nn.Module) -> None:
+    for module in decoder.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def without_gates(quantization: Any) -> Any:
+    """How to quantise, with the gates among what is left alone: a gate has few weights, and an error in it grows with
+    distance."""
+    quantization = copy.deepcopy(quantization)
+    for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        if hasattr(quantization, name):
+            given = getattr(quantization, name)
+            setattr(quantization, name, [*(["lm_head"] if given is None else given), r".*\.gate"])
+    return quantization
+
+
+class TraBlock(GradientCheckpointingLayer, Block):
+    """A block as transformers wants one for `gradient_checkpointing_enable`."""
+
+
+class TraDecoder(Decoder):
+    block_class = TraBlock
+
+
+class TraModel(TraPreTrainedModel):
+    """The decoder without its output head.
+
+    Args:
+        config: what determines it.
+        decoder: a decoder of that config, whose body this becomes; a new one by default.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
+
+    def __init__(self, config: TraConfig, decoder: "TraDecoder | None" = None, **keywords: Any) -> None:
+        super().__init__(config, **keywords)
+        self.decoder = TraDecoder(config.decoder_config()) if decoder is None else decoder
+        self.gradient_checkpointing = False
+        del self.decoder.head
+        if not self.decoder.embedding.weight.is_meta:
+            mark_as_drawn(self.decoder)
+        self.post_init()
+
+    @can_return_tuple
+    @merge_with_config_defaults
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: TraCache | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: transformers.Cache | None = None,
         inputs_embeds: Tensor | None = None,
-        segment_ids: Tensor | None = None,
         use_cache: bool | None = None,
+        segment_ids: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """What the output head reads ``[B, L, width]``, from the arguments of :class:`TraForCausalLM`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids or inputs_embeds must be given, and not both")
-        if past_key_values is not None and not isinstance(past_key_values, TraCache):
-            raise ValueError(f"past_key_values must be a TraCache, got {type(past_key_values).__name__}")
-        if use_cache is None:
-            use_cache = self.config.use_cache and not torch.is_grad_enabled()
-        if use_cache and past_key_values is None:
-            past_key_values = TraCache(self.decoder)
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
-        if output_attentions and cached:
-            raise ValueError("output_attentions needs all tokens in one pass: it must be used with use_cache=False")
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.decoder.looked_up(input_ids, "input_ids")
-        key_mask = key_mask_of(attention_mask, inputs_embeds.shape[0], cached + inputs_embeds.shape[1])
-        streams: list[Any] | None = [] if output_attentions or output_hidden_states else None
+        layers = self.config.num_hidden_layers  # fewer than there are while generation looks ahead with early exit
+        if past_key_values is not None and self.gradient_checkpointing and self.training:
+            log.warning_once("past_key_values is left out: blocks that are computed again would write to it twice")
+            past_key_values = None
+        elif use_cache and past_key_values is None:
+            past_key_values = TraCache(self.decoder, layers)
+        cache = None if past_key_values is None else adopt(past_key_values, self.decoder, layers)
+        batch, new = inputs_embeds.shape[:2]
+        cached = len(cache[0]) if cache else 0
+        key_mask = key_mask_of(attention_mask, batch, cached + new)
+        if segment_ids is None and position_ids is not None and cached == 0:
+            segment_ids = packed_documents(position_ids, key_mask, batch, new)
+        streams: list[Any] | None = [] if _wanted(self, "output_hidden_states", output_hidden_states) else None
+        weights: list[Any] | None = [] if _wanted(self, "output_attentions", output_attentions) else None
         hidden: Any = self.decoder.hidden_from(
             inputs_embeds,
-            cache=None if past_key_values is None else past_key_values.layers,
+            cache=cache,
             key_mask=key_mask,
             segment_ids=segment_ids,
             streams=streams,
+            weights=weights,
+            layers=layers,
         )
-        out = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
-        if streams is not None and output_hidden_states:
-            out.hidden_states = (*streams, hidden)
-        if streams is not None and output_attentions:
-            weights: Any = self.decoder.attention_weights_from(streams, key_mask=key_mask, segment_ids=segment_ids)
-            out.attentions = tuple(weights)
-        return out
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values,
+            hidden_states=None if streams is None else (*streams, hidden),
+            attentions=None if weights is None else tuple(weights),
+        )
+
+
+def _wanted(model: TraModel, name: str, given: bool | None) -> bool:
+    return bool(getattr(model.config, name) if given is None else given)
 
 
 def key_mask_of(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
@@ -147,17 +251,21 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor 
     return key_mask if torch.compiler.is_compiling() or not key_mask.all() else None
 
 
-class TraModel(TraPreTrainedModel):
-    """The decoder without its output head."""
+def packed_documents(position_ids: Tensor, key_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    """Segments ``[B, L]``, a new one wherever a token's position is not one more than that of the token before it.
 
-    _keys_to_ignore_on_load_unexpected = [r"^decoder\.head\."]  # noqa: RUF012
-
-    def __init__(self, config: TraConfig, **keywords: Any) -> None:
-        super().__init__(config, **keywords)
-        del self.decoder.head
-        self.post_init()
-
-    forward = can_return_tuple(TraPreTrainedModel.hidden)
+    Where padding is, positions say nothing. None, which is faster, if there is one segment.
+    """
+    if position_ids.shape not in ((batch, tokens), (1, tokens)):
+        raise ValueError(
+            f"position_ids must have the shape [batch, new tokens] = {[batch, tokens]}, got {list(position_ids.shape)}"
+        )
+    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
+    if key_mask is not None:
+        begins = begins & key_mask & key_mask.roll(1, dims=1)
+    if not torch.compiler.is_compiling() and not begins.any():
+        return None
+    return begins.cumsum(dim=1).expand(batch, tokens)
 
 
 class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
@@ -170,73 +278,63 @@ class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
     """
 
     accepts_loss_kwargs = True
+    _tied_weights_keys = {"lm_head.weight": "model.decoder.embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config: TraConfig, **keywords: Any) -> None:
         super().__init__(config, **keywords)
+        decoder = TraDecoder(config.decoder_config())
+        head = decoder.head
+        self.model = TraModel(config, decoder)
+        self.lm_head = head
+        if not head.weight.is_meta:
+            mark_as_drawn(head)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.decoder.head
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        self.decoder.head = new_embeddings
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> Any:
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = TraCache(self.decoder)
 
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: TraCache | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: transformers.Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        segment_ids: Tensor | None = None,
         use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, L, vocab_size]`` of the token after each of ``input_ids [B, L]``, and with labels the loss.
 
         Args:
             input_ids: with a cache, the new tokens only.
             attention_mask: ``[B, cached + L]``, 0 for padding.
-            past_key_values: the cache that an earlier pass returned.
+            position_ids: ``[B, L]``. Mechanisms find positions by themselves: these say only which documents are
+                packed in a row, of which a new one begins where a position is not one more than that before it.
+                Ignored where there is padding, and once a cache holds tokens.
+            past_key_values: the cache that an earlier pass returned, or an empty `DynamicCache`.
             inputs_embeds: ``[B, L, width]``, in place of input_ids.
             labels: ``[B, L]``, the tokens themselves, not shifted; -100 counts for nothing.
-            segment_ids: ``[B, cached + L]``, integers that keep packed documents apart.
-            use_cache: return a cache; by default when no gradient is recorded.
-            output_attentions: return the exact attention matrix ``[B, heads, L, L]`` of each layer.
-            output_hidden_states: return what each block reads, then what the head reads.
+            use_cache: return a cache, as the config says by default.
             logits_to_keep: of the last so many positions only, or of these positions; 0 means all.
+            segment_ids: ``[B, cached + L]``, integers that keep packed documents apart.
+            output_attentions: return the exact attention matrix ``[B, heads, L, cached + L]`` of each layer.
+            output_hidden_states: return what each block reads, then what the head reads.
             num_items_in_batch: what the summed loss is divided by, in place of the number of labels.
+            kwargs: what the loss of transformers takes, and anything else, which is ignored as by its own models.
         """
-        out = self.hidden(
-            input_ids,
-            attention_mask,
-            past_key_values,
-            inputs_embeds,
-            segment_ids,
-            use_cache,
-            output_attentions,
-            output_hidden_states,
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.decoder.head(out.last_hidden_state[:, kept])  # type: ignore[index]
+        logits = self.lm_head(slice_logits_to_keep(out.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -245,9 +343,40 @@ class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
             attentions=out.attentions,
         )
 
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any) -> Any:
+        asked = generation_config.cache_implementation
+        if asked not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation must be None or 'dynamic', got {asked!r}")
+        return super()._prepare_cache_for_generation(generation_config, *args)  # type: ignore[misc]
+
+
+class TraForSequenceClassification(GenericForSequenceClassification, TraPreTrainedModel):
+    """A label for each sequence, read at its last token that is not padding."""
+
+
+class TraForTokenClassification(GenericForTokenClassification, TraPreTrainedModel):
+    """A label for each token."""
+
+
+class TraForQuestionAnswering(GenericForQuestionAnswering, TraPreTrainedModel):
+    """The first and last token of an answer."""
+
+    get_input_embeddings = TraPreTrainedModel.get_input_embeddings
+    set_input_embeddings = TraPreTrainedModel.set_input_embeddings
+
 
 def from_decoder(decoder: Decoder, **more: Any) -> TraForCausalLM:
     """A model with a copy of this decoder's weights; ``more`` are keywords of a TraConfig, as the special tokens."""
-    model = TraForCausalLM(TraConfig.from_decoder(decoder.config, **more))
-    model.decoder.to(decoder.head.weight).load_state_dict(decoder.state_dict())
+    model = TraForCausalLM(TraConfig.from_decoder(decoder.config, **more)).to(decoder.head.weight)  # type: ignore[arg-type]
+    weights = decoder.state_dict()
+    head = weights.pop("head.weight")
+    model.model.decoder.load_state_dict(weights)
+    model.lm_head.load_state_dict({"weight": head})
     return model.eval()
+
+
+def to_decoder(model: TraForCausalLM) -> Decoder:
+    """A decoder with a copy of this model's weights."""
+    decoder = Decoder(model.config.decoder_config()).to(model.lm_head.weight)
+    decoder.load_state_dict({**model.model.decoder.state_dict(), "head.weight": model.lm_head.weight})
+    return decoder.eval()

@@ -43,9 +43,10 @@ class Head:
 def inspect_heads(model: Decoder, tokens: Tensor) -> tuple[list[Head], list[Tensor]]:
     """Each head of each layer on one sequence ``[L]``, and per layer the weights ``[heads, L, L]``."""
     streams: list[Tensor] = []
+    matrices: list[Tensor] = []
     row = tokens[None].to(model.head.weight.device)
-    model.hidden_from(model.embedding(row), streams=streams)
-    weights = [layer[0].float().cpu() for layer in model.attention_weights_from(streams)]
+    model.hidden_from(model.embedding(row), streams=streams, weights=matrices)
+    weights = [layer[0].float().cpu() for layer in matrices]
     heads = []
     for layer, (block, stream) in enumerate(zip(model.blocks, streams, strict=True)):
         assert isinstance(block, Block)

@@ -198,8 +198,18 @@ def _write(tensors: Mapping[str, Tensor], file: Path) -> None:
     """With the permissions that other files get; the library's own writes for nobody but the user."""
     file.touch()
     usual = stat.S_IMODE(file.stat().st_mode)
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    save_file(_apart(tensors), file)
     file.chmod(usual)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, each in memory of its own as the library wants them: tied embeddings share theirs."""
+    found: dict[int, str] = {}
+    whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    return {
+        key: tensor if found.setdefault(tensor.data_ptr(), key) == key else tensor.clone()
+        for key, tensor in whole.items()
+    }
 
 
 def _digest(file: Path) -> str:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.autograd.function import _SingleLevelFunction
 
+from tra.ops.threshold_relative import reference
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 
@@ -136,8 +138,15 @@ def _register(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]
     return op
 
 
+def _equations(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, options, _ = _unflatten(arguments)
+    return reference.equations(inputs, options)
+
+
 LIBRARY = torch.library.Library("tra", "FRAGMENT")
 forward_op = _register(f"threshold_relative_attention({CALL}) -> (Tensor, Tensor)", _forward, _fake_forward, _Attention)
+# What torch.onnx.export writes for an operator that no other library has.
+register_decomposition(forward_op)(_equations)
 backward_op = _register(
     f"threshold_relative_attention_backward(Tensor grad_out, Tensor out, Tensor row_state, {CALL})"
     " -> (Tensor, Tensor, Tensor, Tensor)",

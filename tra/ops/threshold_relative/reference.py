@@ -43,6 +43,24 @@ def attention_terms(
     return score, keep, distance, logits.masked_fill(~keep, float("-inf"))
 
 
+def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights [B, H, I, J], which are 0 in rows that keep nothing, and per row the largest logit and the sum
+    of exp(logit - largest)."""
+    largest = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
+    weights = (logits - largest[..., None]).exp()
+    total = weights.sum(-1)
+    return weights / total[..., None].masked_fill(total[..., None] == 0, 1.0), largest, total
+
+
+def equations(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """As `forward` without dropout on finite inputs, with no branch that depends on data: for exporters, which write
+    the operator as a sum of others."""
+    q, k, v, g, visible = _prepare(inputs)
+    *_, logits = attention_terms(q, k, g, visible, options.scale, options.threshold)
+    weights, largest, total = softmax_terms(logits)
+    return (weights @ v).to(inputs.query.dtype), torch.stack([largest, total], dim=-1)
+
+
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, I, E] and what backward needs of each row, [B, H, I, 2]: the largest logit, and the
     sum of exp(logit - largest), which is 0 for rows that keep nothing and NaN for rows that are."""
@@ -51,10 +69,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     if q.numel() == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3]), g.new_zeros(*query.shape[:3], 2)
     score, keep, distance, logits = attention_terms(q, k, g, visible, options.scale, options.threshold)
-    largest = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
-    weights = (logits - largest[..., None]).exp()
-    total = weights.sum(-1)
-    weights = weights / total[..., None].masked_fill(total[..., None] == 0, 1.0)
+    weights, largest, total = softmax_terms(logits)
     if inputs.dropout_seed is not None:
         weights = weights * dropout_factor(inputs.dropout_seed, weights.shape, options.dropout, weights.dtype)
     out = weights @ v
