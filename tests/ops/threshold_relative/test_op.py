@@ -1,16 +1,24 @@
 """The operator as a citizen of PyTorch: gradients, opcheck, compile, autocast, transforms; what it does not support."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.forward_ad import dual_level, make_dual
 from torch.func import grad, hessian, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import random_inputs
 from tra.ops import threshold_relative_attention
+from tra.ops.threshold_relative import op
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 from tra.ops.threshold_relative.op import backward_op, forward_op
 
@@ -102,18 +110,18 @@ def test_autocast_reaches_gradients() -> None:
     assert all(x.grad.dtype == torch.float32 and x.grad.isfinite().all() for x in inputs)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
-def test_runs_on_the_meta_device_shapes(impl: str) -> None:
+def test_runs_on_the_meta_device_shapes(impl: str, mode: Callable[[], Any]) -> None:
     query, key, value, log_gate = (x.to("meta") for x in random_inputs(value_width=3, dtype=torch.bfloat16))
-    out = threshold_relative_attention(query, key, value, log_gate, impl=impl)
+    with mode():
+        out = threshold_relative_attention(query, key, value, log_gate, impl=impl)
     assert out.shape == (2, 4, 17, 3)
     assert out.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
 def test_public_function_runs_on_fake_tensors(impl: str) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode() as mode:
         inputs = [mode.from_tensor(x) for x in random_inputs(dtype=torch.float32)]
         assert threshold_relative_attention(*inputs, impl=impl).shape == (2, 4, 17, 8)
@@ -233,3 +241,148 @@ def test_a_constant_under_a_transform_is_computed_as_ever(attend: Callable[[Tens
     constant = attend(QUERY)
     scaled = vmap(lambda factor: factor * attend(QUERY))(torch.tensor([1.0, 2.0]))
     assert torch.equal(scaled, torch.stack([constant, 2 * constant]))
+
+
+# A call that nobody observes leaves the dispatcher out; everyone who does observe calls must go on seeing this one.
+
+
+@pytest.fixture
+def unobserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the test, a call that reaches the dispatcher is an error."""
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("the dispatcher was used")
+
+    monkeypatch.setattr(op, "forward_op", refuse)
+
+
+MASKS = {"key_mask": torch.rand(2, 17) < 0.8, "segment_ids": torch.arange(17).expand(2, 17) // 9}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.usefixtures("unobserved")
+def test_a_plain_call_leaves_the_dispatcher_out(mode: Callable[[], object]) -> None:
+    inputs = random_inputs(dtype=torch.float32)
+    with mode():
+        assert not threshold_relative_attention(*inputs, **MASKS).requires_grad
+        if mode is not torch.enable_grad:
+            threshold_relative_attention(*with_gradients(inputs), dropout=0.5)
+    with torch.inference_mode():
+        inside = [x.clone() for x in inputs]
+    threshold_relative_attention(*inside)  # inference tensors, used outside
+
+
+@pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_dispatcher_changes_no_bit(impl: str, dtype: torch.dtype) -> None:
+    inputs = random_inputs(dtype=dtype, queries=5, keys=17, kv_heads=2)
+    plain = threshold_relative_attention(*inputs, **MASKS, impl=impl)
+    dispatched = threshold_relative_attention(*with_gradients(inputs), **MASKS, impl=impl)
+    assert dispatched.requires_grad
+    assert torch.equal(plain, dispatched)
+    assert plain.is_contiguous()
+
+
+class Seen(TorchDispatchMode):
+    """The operators that reach a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Seen, SeenFunctions])
+@torch.no_grad()
+def test_modes_see_the_operator(mode: Callable[[], Seen | SeenFunctions]) -> None:
+    inputs = random_inputs(dtype=torch.float32)
+    with mode() as seen:
+        out = threshold_relative_attention(*inputs)
+    assert any("threshold_relative_attention" in name for name in seen.names)
+    assert torch.equal(out, threshold_relative_attention(*inputs))
+
+
+@torch.no_grad()
+def test_a_profiler_sees_the_operator() -> None:
+    inputs = random_inputs(dtype=torch.float32)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        out = threshold_relative_attention(*inputs)
+    assert "tra::threshold_relative_attention" in {event.key for event in seen.key_averages()}
+    assert torch.equal(out, threshold_relative_attention(*inputs))
+
+
+class Logged(Tensor):
+    """A subclass without a dispatch of its own."""
+
+
+def with_a_negative_bit(query: Tensor) -> Tensor:
+    return torch._neg_view(-query)
+
+
+@pytest.mark.parametrize("special", [with_a_negative_bit, lambda query: query.as_subclass(Logged)])
+@torch.no_grad()
+def test_special_tensors_are_read_as_what_they_are(special: Callable[[Tensor], Tensor]) -> None:
+    query, *others = random_inputs(dtype=torch.float32)
+    out = threshold_relative_attention(special(query), *others)
+    assert type(out) is type(special(query))
+    assert torch.equal(out.as_subclass(Tensor), threshold_relative_attention(query, *others))
+
+
+@torch.no_grad()
+def test_autocast_is_seen_without_gradients_too() -> None:
+    query, key, value, log_gate = random_inputs(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = threshold_relative_attention(query, key, value, log_gate)
+    lowered = [x.bfloat16() for x in (query, key, value)]
+    assert torch.equal(out, threshold_relative_attention(*lowered, log_gate))
+
+
+@torch.no_grad()
+def test_graphs_hold_the_operator() -> None:
+    class Attend(nn.Module):
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return threshold_relative_attention(*inputs)
+
+    inputs = random_inputs(dtype=torch.float32)
+    expected = threshold_relative_attention(*inputs)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch.compile(Attend(), backend=backend, fullgraph=True)(*inputs)
+    graphs += [torch.export.export(Attend(), inputs, strict=strict).module() for strict in (False, True)]
+    graphs.append(make_fx(Attend())(*inputs))
+    for graph in graphs:
+        assert forward_op in {node.target for node in graph.graph.nodes}
+        (out,) = pytree.tree_leaves(graph(*inputs))
+        assert torch.equal(out, expected)
+
+
+@torch.no_grad()
+def test_dual_numbers_are_refused_without_gradients_too() -> None:
+    query, *others = random_inputs(dtype=torch.float32)
+    with dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        threshold_relative_attention(make_dual(query, torch.ones_like(query)), *others)
+
+
+@torch.no_grad()
+def test_a_positive_gate_beside_one_that_is_not_a_number_is_an_error() -> None:
+    query, key, value, log_gate = random_inputs(dtype=torch.float32)
+    log_gate[0, 0, 0], log_gate[1, 2, 3] = float("nan"), 0.25
+    with pytest.raises(ValueError, match="log_gate must never be positive"):
+        threshold_relative_attention(query, key, value, log_gate)

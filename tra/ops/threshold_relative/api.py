@@ -12,6 +12,8 @@ from tra.ops.visibility import check_masks
 
 ROUNDING = torch.finfo(torch.float32).eps
 """The tolerance that None stands for."""
+LARGEST = torch.finfo(torch.float32).max
+"""Half precision is computed in float32."""
 
 
 def threshold_relative_attention(
@@ -72,7 +74,8 @@ def threshold_relative_attention(
     """
     query, key, value = _apply_autocast(query, key, value)
     _check_tensors(query, key, value, log_gate)
-    check_masks(key_mask, segment_ids, key.shape[0], key.shape[2], key.device)
+    if key_mask is not None or segment_ids is not None:
+        check_masks(key_mask, segment_ids, key.shape[0], key.shape[2], key.device)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3])
     _check_options(query.dtype, scale, threshold, dropout, tolerance, score_bound)
@@ -90,7 +93,7 @@ def threshold_relative_attention(
 
 def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast take its dtype, as PyTorch's own attention does; the gate keeps its precision."""
-    if not isinstance(query, Tensor):
+    if not torch._C._is_any_autocast_enabled() or not isinstance(query, Tensor):
         return query, key, value
     device = query.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
@@ -103,7 +106,33 @@ def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     return query, key, value
 
 
+def _fit(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> bool:
+    """Whether `_check_tensors` has nothing to say, in few steps: for a new token its time is that of the kernel."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    rows, columns, mixed = query.shape, key.shape, value.shape
+    if not (isinstance(log_gate, Tensor) and len(rows) == len(columns) == len(mixed) == 4):
+        return False
+    batch, heads, queries, width = rows
+    key_batch, key_heads, keys, key_width = columns
+    return (
+        batch == key_batch
+        and width == key_width
+        and min(width, heads, key_heads) >= 1
+        and heads % key_heads == 0
+        and queries <= keys
+        and mixed[:3] == columns[:3]
+        and log_gate.shape == rows[:3]
+        and query.dtype == key.dtype == value.dtype
+        and query.is_floating_point()
+        and log_gate.is_floating_point()
+        and query.device == key.device == value.device == log_gate.device
+    )
+
+
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> None:
+    if _fit(query, key, value, log_gate):
+        return
     for name, tensor, dims in (
         ("query", query, "[B, Hq, Lq, D]"),
         ("key", key, "[B, Hkv, Lk, D]"),
@@ -153,11 +182,10 @@ def _check_options(
         raise ValueError(f"scale must be a positive number, got {scale!r}")
     if not -math.inf < threshold < math.inf:
         raise ValueError(f"threshold must be a finite number, got {threshold!r}")
-    computed = torch.promote_types(dtype, torch.float32)
-    largest = torch.finfo(computed).max
-    for name, number in (("scale", scale), ("threshold", threshold)):
-        if not -largest <= number <= largest:
-            raise ValueError(f"{name} must be a number that {computed} can hold, got {number!r}")
+    if dtype != torch.float64:
+        for name, number in (("scale", scale), ("threshold", threshold)):
+            if not -LARGEST <= number <= LARGEST:
+                raise ValueError(f"{name} must be a number that torch.float32 can hold, got {number!r}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
     if tolerance is not None and not 0.0 <= tolerance < math.inf:

@@ -5,6 +5,7 @@ import os
 import struct
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ VARIANTS = ("generic", "avx2", "avx512")
 # two strides each), seven sizes; dropout, tolerance, score_bound; seed; scale, threshold; type, threads; parallel.
 PROBLEM = struct.Struct("=50q q 3q 3q 7q 3d Q 2f 2i q")
 ABSENT = (0, 0, 0, 0, 0)
+NO_MASK = ABSENT[:3]
 BOUND_BROKEN = 2
 """What forward returns instead of 0 when a kept score lies beyond `score_bound`; anything else is lack of memory."""
 
@@ -69,7 +71,8 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     gate = log_gate.float()
     out = query.new_empty(*query.shape[:3], value.shape[3])
     row_state = query.new_empty(*query.shape[:3], 2, dtype=torch.float32)
-    _call("forward", (query, key, value, out, None, None, None, None, gate, None), row_state, inputs, options)
+    views = (*_view(query), *_view(key), *_view(value), *_view(out), *ABSENT * 4, *_view(gate), *ABSENT)
+    _call("forward", views, row_state, inputs, options)
     return out, row_state
 
 
@@ -78,12 +81,12 @@ def backward(grad_out: Tensor, inputs: Inputs, out: Tensor, row_state: Tensor, o
     gate = log_gate.float()
     grad_query, grad_key, grad_value, grad_gate = (x.new_empty(x.shape) for x in (query, key, value, gate))
     tensors = (query, key, value, out, grad_out, grad_query, grad_key, grad_value, gate, grad_gate)
-    _call("backward", tensors, row_state, inputs, options)
+    _call("backward", [number for tensor in tensors for number in _view(tensor)], row_state, inputs, options)
     return grad_query, grad_key, grad_value, grad_gate.to(log_gate.dtype)
 
 
-def _call(name: str, tensors: tuple[Tensor | None, ...], row_state: Tensor, inputs: Inputs, options: Options) -> None:
-    """Run an entry point on the ten tensors of TraProblem, in its order."""
+def _call(name: str, views: Sequence[int], row_state: Tensor, inputs: Inputs, options: Options) -> None:
+    """Run an entry point on views of the ten tensors of TraProblem, in its order."""
     assert variant is not None
     query, key, value, _, key_mask, segment_ids, dropout_seed = inputs
     if segment_ids is not None and segment_ids.dtype != torch.int32:
@@ -91,10 +94,10 @@ def _call(name: str, tensors: tuple[Tensor | None, ...], row_state: Tensor, inpu
         segment_ids = segment_ids.unique(return_inverse=True)[1].to(torch.int32)
     batch, heads, queries, width = query.shape
     problem = PROBLEM.pack(
-        *(number for tensor in tensors for number in _view(tensor)),
+        *views,
         row_state.data_ptr(),
-        *_view(key_mask)[:3],
-        *_view(segment_ids)[:3],
+        *(NO_MASK if key_mask is None else _view(key_mask)[:3]),
+        *(NO_MASK if segment_ids is None else _view(segment_ids)[:3]),
         *(batch, heads, key.shape[1], queries, key.shape[2], width, value.shape[3]),
         *(options.dropout, options.tolerance, -1.0 if options.score_bound is None else options.score_bound),
         0 if dropout_seed is None else int(dropout_seed),
@@ -109,9 +112,9 @@ def _call(name: str, tensors: tuple[Tensor | None, ...], row_state: Tensor, inpu
         raise MemoryError(f"threshold_relative_attention: the CPU kernel ran out of memory in {name}")
 
 
-def _view(tensor: Tensor | None) -> tuple[int, ...]:
+def _view(tensor: Tensor) -> tuple[int, ...]:
     """Address and four strides."""
-    return ABSENT if tensor is None else (tensor.data_ptr(), *tensor.stride(), 0, 0, 0)[:5]
+    return (tensor.data_ptr(), *tensor.stride(), 0, 0, 0)[:5]
 
 
 def _load() -> tuple[dict[str, ctypes.CDLL], int, str | None]:

@@ -13,7 +13,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": cpu, "triton": triton, "ref
 def choose(impl: str, inputs: Inputs, options: Options) -> str:
     """The name of the implementation that takes the call: the one asked for, or the first that is willing."""
     if impl != "auto":
-        lookup({"auto": None, **IMPLEMENTATIONS}, impl, "impl")
+        if impl not in IMPLEMENTATIONS:
+            lookup({"auto": None, **IMPLEMENTATIONS}, impl, "impl")  # raises
         reason = IMPLEMENTATIONS[impl].refusal(inputs, options)
         if reason is not None:
             raise ValueError(f"impl {impl!r} {reason}")

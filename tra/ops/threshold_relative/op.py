@@ -1,6 +1,7 @@
 """The operator as PyTorch knows it: flat schemas, fake kernels and autograd, one pair of ops for all implementations.
 
-`impl` is already resolved here; user errors are raised in `api`, but for the one check that reads data.
+`impl` is already resolved here; user errors are raised in `api`, but for the one check that reads data. A call that
+nobody else has a part in leaves PyTorch out, whose dispatcher takes longer than the kernel takes for a new token.
 """
 
 from collections.abc import Callable
@@ -8,11 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _dispatch_keys,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _len_torch_function_stack,
+)
 from torch._decomp import register_decomposition
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
+from torch.autograd import _profiler_enabled, forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.autograd.function import _SingleLevelFunction
+from torch.compiler import is_compiling
 
 from tra.ops.threshold_relative import reference
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options
@@ -27,22 +38,52 @@ CALL = (
 """Inputs, Options and the name of the implementation, one after the other: a schema knows no structures."""
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+CPU = DispatchKeySet(DispatchKey.CPU)
+IDLE = DispatchKeySet(DispatchKey.AutogradCPU).add(DispatchKey.ADInplaceOrView).add(DispatchKey.BackendSelect)
+"""What the dispatcher passes on its way to the kernel that does nothing here while no gradient is recorded."""
+
+
 def attend(inputs: Inputs, options: Options, impl: str) -> Tensor:
     """The output of the implementation of that name, differentiable once."""
+    if _unobserved(inputs):
+        return _compute(inputs, options, impl)[0]
     return forward_op(*inputs, *options, impl)[0]
+
+
+def _unobserved(inputs: Inputs) -> bool:
+    """Whether the dispatcher would do nothing but call the implementation, by its own rule: the keys of the tensors and
+    of this thread. Autocast, modes, functorch's transforms, tracing, fake and other special tensors each have a key.
+    """
+    if is_compiling() or _len_torch_function_stack() or _profiler_enabled() or forward_ad._current_level >= 0:
+        return False
+    recording = torch.is_grad_enabled()
+    keys = _dispatch_tls_local_include_set()
+    for tensor in inputs:
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN or (recording and tensor.requires_grad):
+            return False
+        keys = keys | _dispatch_keys(tensor)
+    return keys - _dispatch_tls_local_exclude_set() - IDLE == CPU
+
+
+def _compute(inputs: Inputs, options: Options, impl: str) -> tuple[Tensor, Tensor]:
+    log_gate = inputs.log_gate
+    # Here, not in `api`, because tracing and transforms have no data to read before this. Free on a CPU only.
+    # A largest gate of NaN hides the others.
+    if log_gate.is_cpu and log_gate.numel() and not log_gate.max().item() <= 0.0 and bool((log_gate > 0).any()):
+        raise ValueError(f"log_gate must never be positive, got a maximum of {log_gate.max().item():g}")
+    out, row_state = IMPLEMENTATIONS[impl].forward(inputs, options)
+    # Contiguous, as the fake kernel promises.
+    return out.contiguous(), row_state
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     inputs, options, impl = _unflatten(arguments)
-    log_gate = inputs.log_gate
-    # Here, not in `api`, because tracing and transforms have no data to read before this. Free on a CPU only.
-    if log_gate.device.type == "cpu" and bool((log_gate > 0).any()):
-        raise ValueError(f"log_gate must never be positive, got a maximum of {log_gate.max().item():g}")
     # Autocast would otherwise lower the products inside the implementation.
-    with torch.autocast(log_gate.device.type, enabled=False):
-        out, row_state = IMPLEMENTATIONS[impl].forward(inputs, options)
-    # Contiguous, as the fake kernel promises.
-    return out.contiguous(), row_state
+    with torch.autocast(inputs.query.device.type, enabled=False):
+        return _compute(inputs, options, impl)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -114,7 +155,7 @@ def _differentiable(op: OpOverload, function: Any) -> Callable[..., Any]:
     fails under torch.func.
     """
 
-    def kernel(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, *arguments: Any) -> Any:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         if any(unpack_dual(x).tangent is not None for x in tensors):
             raise _unsupported("forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)")
