@@ -61,7 +61,7 @@ def test_a_heatmap_is_vectors_with_a_legend_that_says_what_white_is(tmp_path: Pa
 
 
 def test_the_stronger_a_weight_the_darker_it_is() -> None:
-    palette = heatmap_colours()(numpy.linspace(0, 1, 64))[:, :3]
+    palette = figures.heatmap_colours()(numpy.linspace(0, 1, 64))[:, :3]
     luminance = palette @ numpy.array([0.2126, 0.7152, 0.0722])
     assert (numpy.diff(luminance) < 0).all()
     assert luminance[-1] < 0.1

@@ -101,8 +101,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             if request.shard[1] == 1:
                 raise RunError(f"tuning in {request.folder} is not finished")
             say(f"{left} of {len(tries)} runs of tuning are left to other machines")
-            shown = markdown(tuning_tables(experiment, search.rounds))
-            return Outcome([], [], spoilt, request.folder, shown)
+            return Outcome([], [], spoilt, request.folder, markdown(tuning_tables(experiment, search.rounds)))
     last = search.rounds[-1] if search.rounds else {}
     chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), search.choices, last)
     # A row whose tuning failed is reported so, and stops no other.

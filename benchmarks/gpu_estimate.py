@@ -1,0 +1,268 @@
+"""What the GPU kernel should cost, by arithmetic and a simulation: estimates, none of them measured.
+
+    python benchmarks/gpu_estimate.py            # prints the tables that docs/gpu.md holds between its markers
+    python benchmarks/gpu_estimate.py --write    # writes them there
+
+Three steps, each from the one before: how many keys a row visits (simulated with gates like those of a trained language
+model), how many clocks a tile of a row block and a key block takes (counted by hand from the kernel's inner loop,
+against FlashAttention's), and what that makes of a training step.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
+BEGIN, END = "<!-- estimates -->", "<!-- end of estimates -->"
+
+KEPT = 0.47
+"""Share of keys with a positive score: 42-53% in a trained language model of 4 layers."""
+ROWS, KEYS = 64, 32
+"""Of a tile."""
+FIRST, GROWTH = 128, 4
+"""Keys that the first round walks past the diagonal, and how much further each next round goes."""
+LENGTHS = (1_024, 4_096, 16_384, 65_536, 131_072)
+
+
+# --- keys visited -----------------------------------------------------------------------------------------------------
+
+
+def keys_needed(length: int, head_width: int, generator: torch.Generator, tolerance: float = 2.0**-23) -> Tensor:
+    """``[length]``: how many keys each row of a head reads until its certified stop, or all that it can see."""
+    gate = torch.empty(length, dtype=torch.float64).log_normal_(math.log(0.7), 1.1, generator=generator)
+    # Scores of normalised queries and keys lie between 0, the threshold, and sqrt(D): docs/kernel.md.
+    odds = math.sqrt(head_width) + math.log(2 / tolerance)
+    reach = (math.log1p(math.exp(odds)) / gate).ceil()
+    # Of keys kept with probability p, so many are passed over before the reach-th kept one: a negative binomial.
+    rate = torch._standard_gamma(reach, generator=generator) * (1 - KEPT) / KEPT
+    passed_over = torch.poisson(rate, generator=generator)
+    return torch.minimum(reach + passed_over, torch.arange(1, length + 1, dtype=torch.float64)).long()
+
+
+def in_tiles(keys: Tensor) -> Tensor:
+    return (keys + KEYS - 1) // KEYS * KEYS
+
+
+def block_stop(needed: Tensor, rows: int = ROWS) -> float:
+    """Keys visited per row where a block of neighbouring rows goes on until its slowest row is done."""
+    needed = needed.view(-1, rows)
+    ahead = torch.arange(rows - 1, -1, -1)  # the walk starts at the last row's own key
+    return in_tiles((needed + ahead).amax(1)).double().mean().item()
+
+
+def packed(needed: Tensor) -> float:
+    """Keys visited per row where unfinished rows are packed together after every round."""
+    length = len(needed)
+    row = torch.arange(length)
+    stop = row - needed  # the first key that a row does not need
+    block_end = row // ROWS * ROWS + ROWS - 1
+    slots = 0
+    # Round 0: the diagonal block and `FIRST` keys before it, or fewer where the whole block is done.
+    limit = (block_end - ROWS - FIRST).view(-1, ROWS)[:, 0]
+    reached = torch.maximum(limit, stop.view(-1, ROWS).amin(1)).clamp(min=-1)
+    slots += int(in_tiles(block_end.view(-1, ROWS)[:, 0] - reached).sum()) * ROWS
+    seen = reached.repeat_interleave(ROWS)
+    walk = FIRST
+    while (going := (seen > stop).nonzero().flatten()).numel():
+        walk *= GROWTH
+        groups = math.ceil(len(going) / ROWS)
+        padding = groups * ROWS - len(going)
+        # An empty slot of the last group starts where its last row does and is done at once.
+        start = torch.cat([seen[going], seen[going][-1:].expand(padding)]).view(groups, ROWS)
+        last = torch.cat([stop[going], start.flatten()[-1:].expand(padding)]).view(groups, ROWS)
+        reached = torch.maximum(start.amin(1) - walk, last.amin(1)).clamp(min=-1)
+        slots += int(in_tiles(start.amax(1) - reached).sum()) * ROWS
+        seen[going] = reached.repeat_interleave(ROWS)[: len(going)]
+    return slots / length
+
+
+class Visited(NamedTuple):
+    length: int
+    dense: float
+    ideal: float
+    block_stop: float
+    packed: float
+
+
+def visited(length: int, head_width: int = 64, tokens: int = 262_144) -> Visited:
+    """Averages over as many heads as make up that many rows."""
+    generator = torch.Generator().manual_seed(length)
+    found = []
+    for _ in range(max(4, tokens // length)):
+        needed = keys_needed(length, head_width, generator)
+        found.append([needed.double().mean().item(), block_stop(needed), packed(needed)])
+    # FlashAttention's causal walk, in tiles.
+    return Visited(length, (length + ROWS) / 2, *torch.tensor(found).mean(0).tolist())
+
+
+# --- clocks of a tile -------------------------------------------------------------------------------------------------
+
+
+class Gpu(NamedTuple):
+    """Rates of one multiprocessor, per clock, from the vendor's white papers."""
+
+    name: str
+    mma: int
+    """Multiply-adds of bfloat16 in the tensor cores."""
+    special: int
+    """exp2 and other special functions."""
+    lanes: int
+    """Single-precision operations in the ordinary lanes."""
+    bytes: float
+    """Of device memory, for its share of the bandwidth."""
+    multiprocessors: int
+    gigahertz: float
+
+    @property
+    def peak(self) -> float:
+        """Floating-point operations per second."""
+        return 2e9 * self.mma * self.multiprocessors * self.gigahertz
+
+
+A100 = Gpu("A100", 1024, 16, 64, 2.04e12 / 108 / 1.41e9, 108, 1.41)
+H100 = Gpu("H100", 2048, 16, 128, 3.35e12 / 132 / 1.83e9, 132, 1.83)
+
+
+class Work(NamedTuple):
+    """Of one score, besides the two products."""
+
+    mma: float
+    """Multiply-adds in the tensor cores, beyond 2 D."""
+    special: float
+    lanes: float
+
+
+FLASH = Work(mma=0, special=1, lanes=5)
+"""exp; scale and subtract the maximum (1), running maximum (1), sum (1), convert (1), rescaling shared by a row (1)."""
+TRA = Work(mma=KEYS, special=1, lanes=9)
+"""exp; the prefix count is a product with a triangle of ones, KEYS multiply-adds a score. Compare with the threshold
+(1), convert the flag (1), add the carried count (1), compare with the reach (1), gate times count plus score (1), scale
+(1), select (1), sum (1), convert (1). No maximum and no rescaling."""
+
+
+def clocks(gpu: Gpu, work: Work, head_width: int) -> dict[str, float]:
+    """Of a tile, in each kind of unit."""
+    scores = ROWS * KEYS
+    return {
+        "tensor cores": scores * (2 * head_width + work.mma) / gpu.mma,
+        "exp": scores * work.special / gpu.special,
+        "lanes": scores * work.lanes / gpu.lanes,
+    }
+
+
+def tile_ratio(gpu: Gpu, head_width: int) -> tuple[float, float]:
+    """Time of a tile against FlashAttention's, if all units overlap perfectly and if none do."""
+    ours, theirs = (clocks(gpu, work, head_width).values() for work in (TRA, FLASH))
+    return max(ours) / max(theirs), sum(ours) / sum(theirs)
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    name: str
+    layers: int
+    width: int
+    head_width: int
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        """Those that are multiplied with every token: 12 width^2 a layer, and the output."""
+        return 12 * self.layers * self.width**2 + self.vocabulary * self.width
+
+
+MODELS = (
+    Model("mini", 4, 256, 64, 50_257),
+    Model("medium", 12, 768, 64, 50_257),
+    Model("1B", 16, 2_048, 128, 50_257),
+)
+LINEAR_SHARE, FLASH_SHARE = 0.55, 0.45
+"""Of the peak that linear layers and FlashAttention reach in training, taken as assumptions."""
+TRAINED_AT = (4_096, 32_768, 131_072)
+
+
+class Step(NamedTuple):
+    """Seconds for a million tokens on one GPU."""
+
+    linear: float
+    flash: float
+    tra: tuple[float, float]
+    """With perfect overlap and with none."""
+
+    @property
+    def ratio(self) -> tuple[float, float]:
+        rope = self.linear + self.flash
+        return (self.linear + self.tra[0]) / rope, (self.linear + self.tra[1]) / rope
+
+
+def step(gpu: Gpu, model: Model, keys: Visited, tokens: int = 1_000_000) -> Step:
+    linear = 6 * model.parameters * tokens / (gpu.peak * LINEAR_SHARE)
+    # Two products forward and five backward, over the keys that a row visits.
+    per_key = 2 * 7 * model.width * model.layers * tokens / (gpu.peak * FLASH_SHARE)
+    flash = per_key * keys.dense
+    fast, slow = sorted(per_key * keys.packed * ratio for ratio in tile_ratio(gpu, model.head_width))
+    return Step(linear, flash, (fast, slow))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables() -> Iterator[str]:
+    yield "Keys visited per row and head (D = 64, default tolerance; simulated):"
+    yield ""
+    yield "| tokens | dense | the rows' own reach | block stop | packed | dense / packed |"
+    yield "|---:|---:|---:|---:|---:|---:|"
+    for length in LENGTHS:
+        keys = visited(length)
+        cells = (keys.dense, keys.ideal, keys.block_stop, keys.packed)
+        yield f"| {length:,} | " + " | ".join(f"{x:,.0f}" for x in cells) + f" | {keys.dense / keys.packed:.1f} |"
+    yield ""
+    yield f"Clocks of one multiprocessor for a tile of {ROWS} rows and {KEYS} keys, forward, bfloat16 (arithmetic):"
+    yield ""
+    yield "| GPU | D | unit | FlashAttention | TRA |"
+    yield "|---|---:|---|---:|---:|"
+    for gpu in (A100, H100):
+        for head_width in (64, 128):
+            theirs, ours = (clocks(gpu, work, head_width) for work in (FLASH, TRA))
+            for unit in ours:
+                yield f"| {gpu.name} | {head_width} | {unit} | {theirs[unit]:.0f} | {ours[unit]:.0f} |"
+            overlap, none = tile_ratio(gpu, head_width)
+            ratio = f"**{overlap:.2f}** if all overlap, **{none:.2f}** if none"
+            yield f"| {gpu.name} | {head_width} | **ratio** | 1 | {ratio} |"
+    yield ""
+    yield "A training step against RoPE on FlashAttention, one GPU, bfloat16 (estimated):"
+    yield ""
+    yield "| GPU | model | tokens | linear layers | attention, RoPE | attention, TRA | step, TRA / RoPE |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    for gpu in (A100, H100):
+        for model in MODELS:
+            for length in TRAINED_AT:
+                found = step(gpu, model, visited(length, model.head_width))
+                tra, ratio = (f"{low:.2f}-{high:.2f}" for low, high in (found.tra, found.ratio))
+                yield (
+                    f"| {gpu.name} | {model.name} | {length:,} | {found.linear:.2f} s | {found.flash:.2f} s | {tra} s"
+                    f" | {ratio} |"
+                )
+    yield ""
+    yield "Seconds are for a million tokens."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
+    written = "\n".join(tables())
+    if not parser.parse_args().write:
+        print(written)
+        return
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
