@@ -28,9 +28,9 @@ from tra.report.colours import SMALLEST_SHOWN
 from tra.report.inspection import Head, summarise
 
 MEGABYTE = 1 << 20
-WIDTHS = {32: 4 * MEGABYTE, 16: 12 * MEGABYTE, 8: 16 * MEGABYTE}
+WIDTHS = {32: 4 * MEGABYTE, 16: 6 * MEGABYTE, 8: 12 * MEGABYTE}
 """Bits for each number of a query or key, and how large all of them together may be."""
-WEIGHT_WIDTHS = {32: 4 * MEGABYTE, 16: 12 * MEGABYTE}
+WEIGHT_WIDTHS = {32: 4 * MEGABYTE, 16: 8 * MEGABYTE}
 """The same for weights: float32 and bfloat16."""
 SMALL_MAP = 64
 """Cells along the edge of a small map; each shows the greatest weight of its part."""

@@ -2,7 +2,7 @@
 
 const WINDOW = 64; // tokens along the edge of a large map
 const MOST_LINKS = 80;
-const MOST_KEYS = 200; // rows in the table of keys
+const MOST_KEYS = 100; // rows in the table of keys
 
 const data = JSON.parse(byId("data").textContent);
 const read = reader(decoded(byId("arrays").textContent));
@@ -176,11 +176,14 @@ function buildView(model, m) {
     links: document.createElementNS("http://www.w3.org/2000/svg", "svg"),
     keys: element("table", { class: "numbers keys" }),
     more: element("p", { class: "quiet" }),
+    painted: new Int16Array(length).fill(-2), // the colour of each token, as it is on the page
+    asking: null,
+    places: null, // of tokens in the text; forgotten when the page is laid out anew
   };
   view.links.classList.add("links");
   view.links.setAttribute("aria-hidden", "true");
   view.tokens = tokens.map((token, at) => {
-    const made = element("span", { class: "token", role: "option", dir: "auto", tabindex: "-1", "data-at": at, text: shown(token) });
+    const made = element("span", { class: "token", role: "option", dir: "auto", tabindex: "-1", "data-at": at, "aria-selected": "false", text: shown(token) });
     view.text.append(made);
     if (token.includes("\n")) view.text.append(element("br"));
     return made;
@@ -272,6 +275,9 @@ function titleOf(m) {
 // ---- one row
 
 function showRow() {
+  // Whatever is read of the layout is read before anything is written, or the browser would lay the page out twice.
+  for (const view of views) if (!view.places) measure(view);
+  const scrolled = views.map((view) => view.text.scrollTop);
   const said = views.map((view, m) => {
     const { layer, head } = chosen(m);
     const row = layer.row(head, state.query);
@@ -283,7 +289,7 @@ function showRow() {
       ` ${sentence}`,
       ...(state.pinned ? [element("span", { class: "pin", text: " pinned, Esc releases" })] : []),
     );
-    showText(view, row);
+    showText(view, row, scrolled[m]);
     showKeys(view, layer, head, row);
     const key = state.key === null ? "" : ` Key ${inWords(tokens[state.key])}: ${details(layer, head, row, state.key).join(", ")}.`;
     return `${models.length > 1 ? `${models[m].label}: ` : ""}query ${state.query + 1}, ${inWords(tokens[state.query])}, ${sentence}${key}`;
@@ -322,23 +328,37 @@ function details(layer, head, row, key) {
   return found;
 }
 
-function showText(view, row) {
-  view.text.classList.toggle("long", length > 400);
+// Only what changes is touched: of thousands of tokens a query changes few.
+function showText(view, row, scrolled) {
   view.tokens.forEach((token, at) => {
-    const future = at > state.query;
-    const weight = future ? 0 : row.weights[at];
-    token.classList.toggle("future", future);
-    token.classList.toggle("null", !future && weight === 0);
-    token.classList.toggle("asking", at === state.query);
-    token.style.backgroundColor = future ? "" : colours.of(weight);
-    token.style.color = future ? "" : colours.ink(weight);
-    token.setAttribute("aria-selected", String(at === state.query));
-    token.tabIndex = at === state.query ? 0 : -1;
+    const code = at > state.query ? -1 : colours.code(row.weights[at]);
+    if (view.painted[at] === code) return;
+    view.painted[at] = code;
+    token.className = `token${code === -1 ? " future" : code === 0 ? " null" : ""}`;
+    token.style.backgroundColor = code === -1 ? "" : colours.list[code];
+    token.style.color = code === -1 ? "" : colours.ink(code);
   });
-  drawLinks(view, row);
   const asking = view.tokens[state.query];
-  const hidden = asking.offsetTop < view.text.scrollTop || asking.offsetTop + asking.offsetHeight > view.text.scrollTop + view.text.clientHeight;
-  if (hidden && !view.text.matches(":hover")) view.text.scrollTop = asking.offsetTop - view.text.clientHeight / 2;
+  if (view.asking !== asking) {
+    if (view.asking) {
+      view.asking.tabIndex = -1;
+      view.asking.setAttribute("aria-selected", "false");
+    }
+    view.asking = asking;
+    asking.tabIndex = 0;
+    asking.setAttribute("aria-selected", "true");
+  }
+  drawLinks(view, row);
+  const [, top, height] = view.places[state.query];
+  const hidden = top < scrolled || top + height > scrolled + view.height;
+  if (hidden && !view.text.matches(":hover")) view.text.scrollTop = top - view.height / 2;
+}
+
+function measure(view) {
+  view.places = view.tokens.map((token) => [token.offsetLeft + token.offsetWidth / 2, token.offsetTop, token.offsetHeight]);
+  view.height = view.text.clientHeight;
+  view.links.setAttribute("width", view.text.scrollWidth);
+  view.links.setAttribute("height", view.text.scrollHeight);
 }
 
 function drawLinks(view, row) {
@@ -349,12 +369,9 @@ function drawLinks(view, row) {
   };
   const keys = [...row.weights.keys()].filter((key) => row.weights[key] !== 0 && key !== state.query);
   keys.sort((a, b) => Math.abs(row.weights[b]) - Math.abs(row.weights[a]));
-  const middle = (token) => [token.offsetLeft + token.offsetWidth / 2, token.offsetTop];
-  const [toX, toY] = middle(view.tokens[state.query]);
-  view.links.setAttribute("width", view.text.scrollWidth);
-  view.links.setAttribute("height", view.text.scrollHeight);
+  const [toX, toY] = view.places[state.query];
   view.links.replaceChildren(...keys.slice(0, MOST_LINKS).reverse().map((key) => {
-    const [x, y] = middle(view.tokens[key]);
+    const [x, y] = view.places[key];
     const share = colours.code(row.weights[key]) / 255;
     const lift = Math.min(y, toY) - Math.min(14, 7 + Math.abs(toX - x) / 24);
     return make("path", {
@@ -600,7 +617,15 @@ function begin() {
     if (event.key === "Escape" && state.pinned) { state.pinned = false; look(state.query, state.key); }
   });
   window.addEventListener("hashchange", () => { recall(); refresh(); });
-  window.addEventListener("resize", () => { showMaps(); showRow(); });
+  window.addEventListener("resize", () => {
+    for (const view of views) {
+      view.places = null;
+      view.links.setAttribute("width", 0);
+      view.links.setAttribute("height", 0);
+    }
+    showMaps();
+    showRow();
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { showMaps(); showRow(); });
   showLegend();
   aboutPage();

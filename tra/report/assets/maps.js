@@ -23,7 +23,7 @@ class Colours {
   }
 
   of(weight) { return this.list[this.code(weight)]; }
-  ink(weight) { return this.code(weight) > 120 ? "#ffffff" : "#1c2230"; }
+  ink(code) { return code > 120 ? "#ffffff" : "#1c2230"; } // to be read on that colour
 }
 
 // Tokens as they can be seen: what is invisible, or turns the direction of text around it, is written out.
