@@ -286,9 +286,12 @@ def test_a_key_table_sorts_and_has_only_what_the_mechanism_has(show: Show) -> No
     tab.page.locator(".keys th button[data-sort=score]").click()
     by_score = tab.page.evaluate(keys)
     assert [row["scores"][key] for key in by_score] == sorted(row["scores"], reverse=True)
-    everything = ["key", "tokens back", "score", "kept", "distance", "gate", "weight"]
+    everything = ["key", "weight", "score", "kept", "distance", "tokens back", "gate"]
     assert tab.page.locator(".keys th").all_inner_texts() == everything
-    for attention, lacking in (("rope", {"kept", "distance", "gate"}), ("differential", {*everything[2:6]})):
+    for attention, lacking in (
+        ("rope", {"kept", "distance", "gate"}),
+        ("differential", {"score", "kept", "distance", "gate"}),
+    ):
         found = show(explored(attention)).page.locator(".keys th").all_inner_texts()
         assert found == [name for name in everything if name not in lacking]
 

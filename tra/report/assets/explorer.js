@@ -36,7 +36,10 @@ function weightText(weight) {
   return size >= 1e-3 ? weight.toFixed(4) : weight.toExponential(1);
 }
 const fixed = (value, digits) => (Math.abs(value) < 10 ** -digits / 2 && value !== 0 ? value.toExponential(1) : value.toFixed(digits));
-const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
+function percent(share) {
+  if (share > 0 && share < 5e-4) return "<0.1%";
+  return `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
+}
 const plural = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
 
 const SUMMARIES = {
@@ -388,12 +391,12 @@ function drawLinks(view, row) {
 
 const KEY_COLUMNS = {
   token: { title: "key", word: true, value: (_, key) => key, text: (_, key) => onAxis(tokens[key]) },
-  back: { title: "tokens back", value: (_, key) => state.query - key, text: (_, key) => (state.query - key).toLocaleString("en") },
+  weight: { title: "weight", value: ({ row }, key) => Math.abs(row.weights[key]), text: ({ row }, key) => weightText(row.weights[key]) },
   score: { title: "score", has: ({ row }) => row.scores, value: ({ row }, key) => row.scores[key], text: ({ row }, key) => fixed(row.scores[key], 4) },
   kept: { title: "kept", word: true, has: ({ layer, head }) => layer.keepsSome(head), value: ({ row }, key) => row.kept[key], text: ({ row }, key) => (row.kept[key] ? "kept" : "not kept") },
   distance: { title: "distance", has: ({ row }) => row.distance, value: ({ row }, key) => (row.kept[key] ? row.distance[key] : null), text: ({ row }, key) => (row.kept[key] ? row.distance[key].toLocaleString("en") : "") },
+  back: { title: "tokens back", value: (_, key) => state.query - key, text: (_, key) => (state.query - key).toLocaleString("en") },
   gate: { title: "gate", has: ({ layer }) => layer.gates, value: ({ layer, head }, key) => layer.gate(head, key), text: ({ layer, head }, key) => layer.gate(head, key).toFixed(4) },
-  weight: { title: "weight", value: ({ row }, key) => Math.abs(row.weights[key]), text: ({ row }, key) => weightText(row.weights[key]) },
 };
 
 function showKeys(view, layer, head, row) {
