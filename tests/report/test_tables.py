@@ -12,7 +12,15 @@ import pytest
 
 from tests.report.measured import marked, matches, perplexities, stretches
 from tra.report import Record, Table
-from tra.report.tables import by_length_table, comparison_csv, comparison_tables, latex, markdown, results_table
+from tra.report.tables import (
+    by_length_table,
+    comparison_csv,
+    comparison_tables,
+    difference_table,
+    latex,
+    markdown,
+    results_table,
+)
 from tra.tasks import ExactMatch
 
 # Trained at 8. The mean over 16 and 32 is the same for both seeds of "a", though each of its cells varies.
@@ -389,3 +397,19 @@ def test_where_no_error_was_found_the_table_says_how_many_there_may_be() -> None
     assert (1 - float(per_sequence)) ** 300 == pytest.approx(0.05, rel=0.05)
     assert (1 - float(per_token)) ** 3000 == pytest.approx(0.05, rel=0.05)
     assert not [table for table in comparison_tables(flawless("rope", 0.98)) if table.title == "No error found"]
+
+
+def test_differences_are_over_the_seeds_and_stretches_that_both_have() -> None:
+    def read(row: str, losses: list[float], seed: int) -> Record:
+        return Record("wikitext103", row, seed, 16, "tokens", stretches(losses, [10] * len(losses), 9, 50))
+
+    ours = [read("tra", [20.0, 21.0, 22.0, 20.5], seed) for seed in range(2)]
+    theirs = [read("fot", [19.0, 20.0, 21.0, 19.5], seed) for seed in (1, 2)]
+    (table,) = difference_table([*ours, *theirs], "tra", "perplexity")
+    ((name, text),) = table.rows
+    assert (name, list(table.headings)) == ("fot", ["attention", "16"])
+    expected = math.exp(79.5 / 40) - math.exp(83.5 / 40)
+    mean, low, high = map(float, re.fullmatch(r"(\S+) \[(\S+), (\S+)\]", text).groups())  # type: ignore[union-attr]
+    assert mean == pytest.approx(expected, abs=0.006)
+    assert low <= mean <= high < 0
+    assert difference_table(theirs, "tra", "perplexity") == difference_table(ours, "tra", "perplexity") == []

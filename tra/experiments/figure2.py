@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
-from tra.experiments.base import Experiment
+from tra.experiments.base import Experiment, Outcome
 from tra.experiments.scales import shrunk_text
 from tra.experiments.table1 import protocol
 from tra.recipes import RECIPES, Evaluation, Recipe
 from tra.recipes.wikitext import WINDOWS
 from tra.report.figures import perplexity_by_window
+from tra.report.tables import Table, comparison_tables, difference_table
 
 
 def whole_text(attention: str = "tra") -> Recipe:
@@ -15,6 +16,12 @@ def whole_text(attention: str = "tra") -> Recipe:
     recipe = RECIPES["wikitext103-small"](attention=attention)
     windows = tuple(Evaluation("valid", window, None) for window in WINDOWS)
     return replace(recipe, precision="bf16", evaluations=windows)
+
+
+def _tables(outcome: Outcome) -> list[Table]:
+    """Perplexity, and first how much each mechanism differs from TRA."""
+    side_by_side = [record for record in outcome.records if not record.result.stride]
+    return [*difference_table(side_by_side, "tra", "perplexity"), *comparison_tables(outcome.records)]
 
 
 FIGURE2 = Experiment(
@@ -27,5 +34,6 @@ FIGURE2 = Experiment(
     seeds=3,
     tuning=protocol(1.5e-3, 3e-3, 6e-3),
     at_scale={"smoke": {"tuning": None}, "paper": {"seeds": 4, "tuning": protocol(1e-4, 3e-4, 1e-3)}},
+    tables=_tables,
     figures=lambda outcome: {"perplexity": perplexity_by_window(outcome.records)},
 )

@@ -36,12 +36,47 @@ def interval(places: Sequence[Sequence[Result]], field: str) -> tuple[float, flo
         places: for each place (a length, say) the results of all seeds, in the same order of seeds.
         field: one of the measure's `titles`.
     """
+    found = _replicates(places, field)
+    if found is None:
+        return None
+    total, alike = found
+    low, high = _quantiles(total)
+    if low == high and not places[0][0].averages:
+        return None  # of one stretch of text, and nothing to compare it with
+    outside = (1 - LEVEL) / 2
+    low -= len(alike[1.0]) / len(places) * unseen(sum(alike[1.0]), outside)
+    high += len(alike[0.0]) / len(places) * unseen(sum(alike[0.0]), outside)
+    return low, high
+
+
+def difference(ours: Sequence[Result], theirs: Sequence[Result], field: str) -> tuple[float, float] | None:
+    """Where the difference of two mechanisms on the same sequences lies: theirs less ours.
+
+    Each replicate reads both on the same sequences, so that what makes a sequence hard for both cancels out.
+    """
+    both = [_replicates([results], field) for results in (ours, theirs)]
+    parts = {len(part) if (part := result.split()) is not None else None for result in (*ours, *theirs)}
+    if None in both or len(parts) > 1 or len(ours) != len(theirs):
+        return None
+    (mine, _), (other, _) = both  # type: ignore[misc]
+    return _quantiles(other - mine)
+
+
+def _quantiles(replicates: Tensor) -> tuple[float, float]:
+    outside = (1 - LEVEL) / 2
+    low, high = replicates.quantile(torch.tensor([outside, 1 - outside], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def _replicates(places: Sequence[Sequence[Result]], field: str) -> tuple[Tensor, dict[float, list[int]]] | None:
+    """The mean over places and seeds in each replicate, and of the places that are all wrong (0) or all right (1) how
+    many sequences they have."""
     seeds = len(places[0])
     if any(len(place) != seeds for place in places):
         return None
     chosen = torch.randint(seeds, (REPLICATES, seeds), generator=torch.Generator().manual_seed(1))
     total = torch.zeros(REPLICATES, dtype=torch.float64)
-    alike: dict[float, list[int]] = {0.0: [], 1.0: []}  # sequences of the places that are all wrong, or all right
+    alike: dict[float, list[int]] = {0.0: [], 1.0: []}
     for index, place in enumerate(places):
         parts = [part for result in place if (part := result.split()) is not None and len(part)]
         if len(parts) < seeds:
@@ -52,16 +87,7 @@ def interval(places: Sequence[Sequence[Result]], field: str) -> tuple[float, flo
         first = float(scores[0, 0])
         if place[0].averages and first in alike and bool((scores == first).all()):
             alike[first].append(len(parts[0]))
-    if not bool(total.isfinite().all()):
-        return None
-    total /= len(places)
-    outside = (1 - LEVEL) / 2
-    low, high = total.quantile(torch.tensor([outside, 1 - outside], dtype=torch.float64)).tolist()
-    if low == high and not places[0][0].averages:
-        return None  # of one stretch of text, and nothing to compare it with
-    low -= len(alike[1.0]) / len(places) * unseen(sum(alike[1.0]), outside)
-    high += len(alike[0.0]) / len(places) * unseen(sum(alike[0.0]), outside)
-    return low, high
+    return (total / len(places), alike) if bool(total.isfinite().all()) else None
 
 
 def unseen(number: int, outside: float = 1 - LEVEL) -> float:

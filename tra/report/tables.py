@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tra.report.intervals import interval, spread, unseen
+from tra.report.intervals import difference, interval, spread, unseen
 from tra.report.records import Record, grouped
 from tra.tasks import ExactMatch, Result
 
@@ -255,6 +255,40 @@ def interval_of(records: Sequence[Record], field: str) -> tuple[float, float] | 
     return interval(
         [[record.result for record in sorted(some, key=lambda record: record.seed)] for some in places.values()], field
     )
+
+
+def difference_table(records: Sequence[Record], row: str, field: str) -> list[Table]:
+    """How much more the others have of a field than one mechanism, on the same sequences with the same seeds."""
+    if row not in {record.row for record in records}:
+        return []
+    headings = list(grouped(records, _window))
+    cells = grouped(records, lambda record: (record.row, _window(record)))
+    body = []
+    for other in grouped(records, lambda record: record.row):
+        if other == row:
+            continue
+        texts = []
+        for name in headings:
+            by_seed = [{record.seed: record.result for record in cells.get((who, name), [])} for who in (row, other)]
+            shared = sorted(set(by_seed[0]) & set(by_seed[1]))
+            ours, theirs = ([mine[seed] for seed in shared] for mine in by_seed)
+            texts.append(_difference(ours, theirs, field))
+        body.append([other, *texts])
+    title = type(records[0].result).titles[field]
+    note = (
+        f"Mean of {title} less that of {row}, over the seeds that both have, and its 95% interval over seeds and "
+        "stretches of the text, which both read alike. Where it does not hold 0, the two differ."
+    )
+    return [Table(["attention", *headings], body, f"Difference to {row}", note)] if body else []
+
+
+def _difference(ours: Sequence[Result], theirs: Sequence[Result], field: str) -> str:
+    if not ours:
+        return ""
+    mean = statistics.fmean(getattr(result, field) for result in theirs)
+    mean -= statistics.fmean(getattr(result, field) for result in ours)
+    found = difference(ours, theirs, field)
+    return f"{mean:+.2f}" + ("" if found is None else f" [{found[0]:+.2f}, {found[1]:+.2f}]")
 
 
 def _sequences(records: Sequence[Record], heading: Callable[[Record], str]) -> dict[str, str]:
