@@ -226,3 +226,12 @@ def test_from_python_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "accuracy-flip_flop.svg").exists()
     assert json.loads(json.dumps(outcome.content)) == content_of(tmp_path)
     assert outcome.shown == (tmp_path / "table.md").read_text()
+
+
+def test_at_a_scale_it_may_have_other_seeds_and_another_tuning(tmp_path: Path) -> None:
+    tuned = Tuning({"learning_rate": (1e-3, 2e-3)})
+    experiment = of_flip_flop(seeds=2, tuning=tuned, at_scale={"smoke": {"seeds": 1, "tuning": None}})
+    assert (experiment.at("smoke").seeds, experiment.at("smoke").tuning) == (1, None)
+    other = replace(experiment, scales={"small": experiment.scales["smoke"]})
+    assert (other.at("small").seeds, other.at("small").tuning) == (2, tuned)
+    assert [row[2] for row in experiment.plan(Request(tmp_path, "smoke", attention=("tra",))).rows] == ["1", "1"]

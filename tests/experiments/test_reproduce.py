@@ -194,3 +194,20 @@ def test_a_cell_says_where_it_belongs() -> None:
     tuned = replace(cell, tuned=False).tuned_to({"learning_rate": 0.25})
     assert (tuned.recipe.learning_rate, tuned.tuned) == (0.25, True)
     assert cell.tuned_to(None) == cell
+
+
+def test_some_columns_are_run_first_and_all_of_them_are_shown_in_the_end(
+    tmp_path: Path, two_columns: str, run_here: list[list[Cell]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = smoke(two_columns, tmp_path / "grid", "--attention", "tra", "--seeds", "1")
+    assert main([*command, "--columns", "instructed"]) == 0
+    assert [[cell.column for cell in cells] for cells in run_here] == [["instructed"]]
+    assert list(content_of(tmp_path / "grid")["recipes"]) == ["instructed"]
+    assert main(command) == 0
+    assert [[cell.column for cell in cells] for cells in run_here[1:]] == [["flip_flop"]]
+    assert list(content_of(tmp_path / "grid")["recipes"]) == ["flip_flop", "instructed"]
+    capsys.readouterr()
+    assert main([*command, "--columns", "flip_flip"]) == 2
+    assert "columns must be one of flip_flop, instructed, got 'flip_flip'; did you mean 'flip_flop'?" in (
+        capsys.readouterr().err
+    )

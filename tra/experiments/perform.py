@@ -126,6 +126,8 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             "environment": environment(),
         }
         outcome = outcome_of(finished)
+        reported = {(cell.column, cell.row) for cell in finished}  # not what is still being tuned
+        chosen = {key: settings for key, settings in chosen.items() if key in reported}
         stored = request.folder / experiment.results_file
         content = {
             "runs": len(cells),
