@@ -1,6 +1,8 @@
 # make demo   set-up, then the demonstration         make lint     style and types
 # make test   set-up, then lint and all tests        make format   let ruff rewrite
 # make fuzz   the attacks of tests/fuzz with FUZZ_FACTOR (40) times as many inputs, new ones every time
+# make gpu-check  compile every Triton kernel for every GPU and hold them to stored ceilings (WRITE=--write stores them)
+# make gpu-test   the operator's tests and those of models on a GPU
 # make sanitize   the operator's tests with the kernel under AddressSanitizer and UBSan (gcc)
 
 PYTHON ?= python3
@@ -8,7 +10,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format fuzz sanitize setup
+.PHONY: demo test lint format fuzz gpu-check gpu-test sanitize setup
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -30,6 +32,18 @@ FUZZ_FACTOR ?= 40
 
 fuzz: setup
 	FUZZ_FACTOR=$(FUZZ_FACTOR) $(BIN)/python -m pytest tests/fuzz
+
+NEWEST := $(VENV)/newest-triton
+COMPILE := TRITON_INTERPRET=0 $(BIN)/python -m tests.ops.threshold_relative.ahead_of_time $(WRITE)
+
+gpu-check: setup
+	$(COMPILE)
+	test -d $(NEWEST) || $(BIN)/python -m pip install --quiet --no-deps --target $(NEWEST) triton
+	PYTHONPATH=$(NEWEST) $(COMPILE)
+
+gpu-test: setup
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'no GPU is found, or torch is built without it'"
+	$(BIN)/python -m pytest tests/ops tests/attention tests/bench
 
 SANITIZED := build/sanitized
 

@@ -1,6 +1,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 # A compiled graph cached by an earlier state of the code would be tested instead of this one.
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
@@ -12,6 +13,12 @@ import torch
 if not torch.cuda.is_available():
     # Without a GPU Triton's kernels run in Python, on CPU tensors. Read when the kernels are imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+if find_spec("triton") is None:
+    # Collecting doctests imports every module.
+    kernels = "tra/ops/threshold_relative/triton"
+    collect_ignore = [f"{kernels}/kernels.py", f"{kernels}/launch.py"]
+    collect_ignore += [f"tests/ops/threshold_relative/{name}.py" for name in ("sanitizer", "ahead_of_time")]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def test_import_loads_no_optional_dependency() -> None:
     train = ["accelerate", "tyro", "rich", "matplotlib", "safetensors", "filelock"]
-    optional = [*train, "datasets", "transformers", "tokenizers", "pyarrow"]
+    optional = [*train, "datasets", "transformers", "tokenizers", "pyarrow", "triton"]
     program = (
         "import torch, sys\n"
         "before = set(sys.modules)\n"

@@ -18,6 +18,8 @@ class Bench(Common):
     """Time for each comparison."""
     only: str = ""
     """Measure only rows whose name contains this."""
+    device: str = "cpu"
+    """cpu, or cuda: attention alone, in bfloat16, against FlashAttention, FlexAttention and the paper's listing."""
     json: bool = False
     """Print JSON."""
 
@@ -26,10 +28,20 @@ def run(arguments: list[str]) -> int:
     options = parse(Bench, arguments, "bench")
     if options.seconds <= 0:
         raise ValueError(f"seconds must be positive, got {options.seconds!r}")
-    from tra.bench import run_benchmarks
+    if options.device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {options.device!r}")
+    import torch
 
+    from tra.bench import run_benchmarks
+    from tra.bench.gpu import run_gpu_benchmarks
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be cpu where PyTorch finds no GPU, got 'cuda'")
     folder = options.output or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
     with on_console(quiet=options.json):
-        content = run_benchmarks(folder, options.seconds, options.only)
+        if options.device == "cpu":
+            content = run_benchmarks(folder, options.seconds, options.only)
+        else:
+            content = run_gpu_benchmarks(folder, options.seconds, options.only, options.device)
     print(json.dumps(content, indent=2) if options.json else folder)
     return 0

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 CACHE = ROOT / "build" / "gpu-check"
 CEILINGS = Path(__file__).with_name("ceilings.json")
 DOCUMENT = ROOT / "docs" / "gpu.md"
-BEGIN, END = "<!-- compiled kernels: make gpu-check -->", "<!-- end -->"
+BEGIN, END = f"<!-- compiled with Triton {triton.__version__} -->", "<!-- end of what was compiled -->"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 POINTERS = {
@@ -147,9 +147,9 @@ def launches(family: str, dtype: torch.dtype, width: int, everything: bool = Fal
 def compile_launch(launched: Launch, target: str, dtype: str, width: int, variant: str) -> Compiled:
     signature, constants, attributes = _signature(launched)
     processor, keys = PROCESSORS[target], launched["N"] if "N" in launched.kernel.arg_names else 0
-    sources = [Path(kernels.__file__).read_bytes(), Path(__file__).read_bytes()]
+    sources = Path(kernels.__file__).read_bytes()
     what = (triton.__version__, target, launched.kernel.__name__, signature, constants, attributes, launched.options)
-    digest = hashlib.sha256(b"".join(sources) + repr(what).encode()).hexdigest()
+    digest = hashlib.sha256(sources + repr(what).encode()).hexdigest()
     stored = CACHE / f"{digest}.json"
     if stored.exists():
         return Compiled(**json.loads(stored.read_text()))
@@ -321,9 +321,10 @@ def main(arguments: list[str]) -> int:
         fresh = {result.name: {field: getattr(result, field) for field in fields} for result in results}
         ceilings.setdefault(triton.__version__, {}).update(fresh)
         CEILINGS.write_text(json.dumps(ceilings, indent=1, sort_keys=True) + "\n")
-        document = DOCUMENT.read_text()
-        before, rest = document.split(BEGIN)
-        DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
+        before, begin, rest = DOCUMENT.read_text().partition(BEGIN)
+        if begin:  # of the version that docs show
+            after = rest.partition(END)[2]
+            DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}")
     found = complaints(results, ceilings.get(triton.__version__, {}))
     print(
         "\n".join(found) or f"{len(results)} kernels compiled with Triton {triton.__version__}, all as they should be"

@@ -1,8 +1,12 @@
 """What the Triton kernels promise beyond the operator's semantics: on a GPU where there is one, else interpreted."""
 
 import math
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +22,7 @@ from tra.ops.threshold_relative import cpu, implementations, triton
 from tra.ops.threshold_relative.call import Inputs, Options
 from tra.ops.threshold_relative.triton.tiles import HALF, Tile
 
+ROOT = Path(__file__).parents[3]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Triton's interpreter")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -330,6 +335,19 @@ def test_empty_rows_are_zero_with_zero_gradients_beside_others() -> None:
     assert (grad_query[:, :, 5] == 0).all()
     assert (grad_gate[:, :, 5] == 0).all()
     assert (grad_query[:, :, 40:] != 0).any()
+
+
+def test_kernels_compile_within_their_ceilings() -> None:
+    """Two processors, one width; `make gpu-check` compiles for all. Not in this process, which interprets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.threshold_relative.ahead_of_time", "--fast"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""How much a program of each kernel works on at a time.
+"""How much a program of each kernel works on at a time, chosen by compiling ahead of time (`make gpu-check`).
 
-The number of keys is a function of dtype and widths alone, because the sums of a row follow key blocks. What may be
-chosen for speed, rows, warps and stages, changes no result.
+The sums of a row follow key blocks, whose size is therefore the same in all kernels; the rows of a tile, its warps and
+its stages change no output, and no gradient of queries and gates.
 """
 
 from typing import NamedTuple
@@ -45,8 +45,8 @@ def tile(kernel: str, family: str, dtype: torch.dtype, width: int, value_width: 
     return HALF[family][kernel][0 if widest <= 64 else 1 if widest <= 128 else 2]
 
 
-FLOAT32 = {"forward": Tile(32, 8), "backward_query": Tile(32, 8), "backward_key": Tile(16, 4)}
-"""Wide heads spill: products in full precision have no instruction of their own."""
+FLOAT32 = {"forward": Tile(32, 8), "backward_query": Tile(32, 8), "backward_key": Tile(16, 8)}
+"""Products in full precision have no instruction of their own, and take registers."""
 
 HALF: dict[str, dict[str, tuple[Tile, Tile, Tile]]] = {
     "warp": {
@@ -57,7 +57,7 @@ HALF: dict[str, dict[str, tuple[Tile, Tile, Tile]]] = {
     "hopper": {
         "forward": (Tile(64, 4), Tile(128, 8), Tile(128, 8)),
         "backward_query": (Tile(64, 4), Tile(128, 8), Tile(128, 8)),
-        "backward_key": (Tile(64, 4), Tile(64, 4), Tile(64, 8)),
+        "backward_key": (Tile(64, 4), Tile(128, 8), Tile(64, 4)),
     },
     "blackwell": {
         "forward": (Tile(64, 4), Tile(64, 4), Tile(64, 8)),

@@ -1,0 +1,79 @@
+"""`tra bench --device cuda`, its logic: on the CPU, with interpreted kernels and a stand-in for the clock."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.cli.calling import Captured, fails
+from tra.bench import gpu, timing
+from tra.errors import RunError
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "SHAPES", ((1, 1, 32),))
+    monkeypatch.setattr(gpu, "BATCHES", (1, 2))
+    monkeypatch.setattr(gpu, "HEADS", 1)
+    monkeypatch.setattr(gpu, "CACHED", (40,))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_every_side_computes_the_shape_that_the_row_says() -> None:
+    cases = list(gpu.gpu_cases("cpu"))
+    assert [(case.what, case.shape) for case in cases] == [
+        ("forward, every key", "1x1x32"),
+        ("forward, default tolerance", "1x1x32"),
+        ("forward + backward, every key", "1x1x32"),
+        ("forward + backward, default tolerance", "1x1x32"),
+        ("decode one token", "1x1x40"),
+        ("decode one token", "2x1x40"),
+    ]
+    assert list(cases[0].others) == ["SDPA", "FlexAttention", "paper, eager", "paper, compiled"]
+    for prepare in (cases[0].ours, *cases[0].others.values()):
+        assert prepare()().shape == (1, 1, 32, 64)
+    assert cases[4].ours()().shape == cases[4].others["SDPA"]()().shape == (1, 1, 1, 64)
+    gradients = cases[2].ours()()
+    assert [x.dtype for x in gradients] == [torch.bfloat16] * 3 + [torch.float32]
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_hold_ratios_of_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr(timing.time, "perf_counter", clock)
+    monkeypatch.setattr(gpu, "check_kernel", lambda device: None)
+    content = gpu.run_gpu_benchmarks(tmp_path / "new", 1.0, "decode", "cpu")
+    assert [(row["against"], row["shape"], row["ratio"]) for row in content["rows"]] == [
+        ("SDPA", "1x1x40", 1.0),
+        ("SDPA", "2x1x40", 1.0),
+    ]
+    assert content["command"] == "tra bench --device cpu --seconds 1 --only 'decode'"
+    assert json.loads((tmp_path / "new" / "bench.json").read_text()) == content
+
+
+def test_kernels_that_are_wrong_get_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.check_kernel("cpu")
+    right = gpu.threshold_relative_attention
+
+    def wrong(*inputs: torch.Tensor, impl: str) -> torch.Tensor:
+        return right(*inputs, impl=impl) * (1.01 if impl == "triton" else 1.0)
+
+    monkeypatch.setattr(gpu, "threshold_relative_attention", wrong)
+    with pytest.raises(RunError, match="no figures"):
+        gpu.run_gpu_benchmarks(tmp_path, 0.01, "", "cpu")
+
+
+def test_a_device_that_is_not_there_is_one_line(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fails(["bench", "--device", "tpu"], capsys) == "device must be cpu or cuda, got 'tpu'"
+    assert fails(["bench", "--device", "cuda"], capsys) == "device must be cpu where PyTorch finds no GPU, got 'cuda'"

@@ -1,0 +1,151 @@
+"""`tra bench --device cuda`: attention on a GPU against FlashAttention, FlexAttention and the paper's listing."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from tra.bench.cases import Case, Prepare, Row
+from tra.bench.timing import Work, interleaved
+from tra.bench.workloads import BOUND, WIDTH, Rule, language_like, papers_listing
+from tra.environment import environment
+from tra.errors import RunError
+from tra.files import write_json
+from tra.ops import threshold_relative_attention
+from tra.progress import say
+
+SHAPES = ((8, 16, 1024), (2, 16, 4096), (1, 16, 16384), (1, 8, 65536))
+"""Batch, heads and tokens."""
+LISTED = 4096
+"""Tokens up to which the paper's listing, which holds matrices, is measured."""
+BATCHES, HEADS, CACHED = (1, 16), 16, (4096, 65536)
+"""Of decoding."""
+
+
+def gpu_cases(device: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """Forward and backward with and without the early stop, and decoding."""
+    for backward in (False, True):
+        for shape in SHAPES:
+            for how, tolerance in (("every key", 0.0), ("default tolerance", None)):
+                if tolerance is None or shape[2] <= 16384:
+                    yield _attention(device, dtype, how, shape, tolerance, backward)
+    for batch in BATCHES:
+        for cached in CACHED:
+            yield _decoding(device, dtype, batch, cached)
+
+
+def check_kernel(device: str) -> None:
+    """Compare the kernels with the reference, forward and backward, on scores that are exact."""
+    rng = torch.Generator().manual_seed(0)
+    shape = (1, 2, 150, 16)
+    query, key = (torch.randint(-1, 2, shape, generator=rng).float() for _ in range(2))
+    value, gate = torch.randn(shape, generator=rng), -torch.rand(shape[:3], generator=rng)
+    results = []
+    for impl in ("triton", "reference"):
+        leaves = [x.to(device).requires_grad_() for x in (query, key, value, gate)]
+        out = threshold_relative_attention(*leaves, impl=impl)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, right in zip(*results, strict=True):
+        if not torch.allclose(ours, right, rtol=1e-4, atol=1e-4):
+            raise RunError("no figures: the GPU kernels' results differ from the reference's")
+
+
+def ours(tolerance: float | None) -> Rule:
+    return partial(threshold_relative_attention, tolerance=tolerance, score_bound=BOUND, impl="triton")
+
+
+def flex(compiled: Callable[[Rule], Rule], device: str, length: int) -> Rule:
+    """Causal FlexAttention, which is meant to be compiled."""
+
+    def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return partial(compiled(flex_attention), block_mask=create_block_mask(causal, None, None, length, length, device))
+
+
+def listing(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> Tensor:
+    """The paper's, with products in the dtype of the queries."""
+    with torch.autocast(query.device.type, query.dtype):
+        return papers_listing(query, key, value, log_gate)
+
+
+def work(
+    rule: Rule, device: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], backward: bool, gated: bool
+) -> Work:
+    """A rule on language-like inputs of the device, waited for; the gate keeps its precision."""
+    query, key, value, gate = (x.to(device) for x in language_like(*sizes))
+    leaves = [x.to(dtype) for x in (query, key, value)] + [gate] * gated
+    if not backward:
+        return _waited_for(torch.inference_mode()(lambda: rule(*leaves)), device)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    grad = torch.ones(*sizes[:3], WIDTH, device=device, dtype=dtype)
+    return _waited_for(lambda: torch.autograd.grad(rule(*leaves), leaves, grad), device)
+
+
+def _waited_for(work: Work, device: str) -> Work:
+    def done() -> object:
+        result = work()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return result
+
+    return done
+
+
+def _attention(
+    device: str, dtype: torch.dtype, how: str, shape: tuple[int, int, int], tolerance: float | None, backward: bool
+) -> Case:
+    batch, heads, length = shape
+
+    def prepare(rule: Rule, gated: bool = True) -> Work:
+        return work(rule, device, dtype, (batch, heads, length, length), backward, gated)
+
+    # A device without a compiler of its own is a stand-in for one.
+    compiled: Callable[[Rule], Rule] = (lambda rule: rule) if device == "cpu" else torch.compile
+    others: dict[str, Prepare] = {
+        "SDPA": lambda: prepare(partial(F.scaled_dot_product_attention, is_causal=True), gated=False),
+        "FlexAttention": lambda: prepare(flex(compiled, device, length), gated=False),
+    }
+    if length <= LISTED:
+        others["paper, eager"] = lambda: prepare(listing)
+        others["paper, compiled"] = lambda: prepare(compiled(listing))
+    what = f"{'forward + backward' if backward else 'forward'}, {how}"
+    return Case(what, "x".join(map(str, shape)), lambda: prepare(ours(tolerance)), others)
+
+
+def _decoding(device: str, dtype: torch.dtype, batch: int, cached: int) -> Case:
+    sizes = (batch, HEADS, 1, cached)
+    return Case(
+        "decode one token",
+        f"{batch}x{HEADS}x{cached}",
+        lambda: work(ours(None), device, dtype, sizes, backward=False, gated=True),
+        {"SDPA": lambda: work(F.scaled_dot_product_attention, device, dtype, sizes, backward=False, gated=False)},
+    )
+
+
+def run_gpu_benchmarks(folder: Path, seconds: float, only: str, device: str) -> dict[str, Any]:
+    """Measure every case whose name contains ``only`` and write ``bench.json``; return what it holds."""
+    check_kernel(device)
+    rows = []
+    for case in gpu_cases(device):
+        if only not in case.what:
+            continue
+        for against, prepare in case.others.items():
+            mine, other = interleaved(case.ours(), prepare(), seconds)
+            rows.append(Row(case.what, case.shape, against, mine * 1e3, other * 1e3, None))
+            say(str(rows[-1]))
+    content = {
+        "command": f"tra bench --device {device} --seconds {seconds:g}" + (f" --only '{only}'" if only else ""),
+        "environment": environment(),
+        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "bench.json", content)
+    return content
