@@ -355,6 +355,10 @@ def test_kernels_compile_within_their_ceilings() -> None:
     [
         (random_inputs(), "impl 'triton' computes in float32, bfloat16 and float16, got torch.float64"),
         (random_inputs(width=257, dtype=torch.float32), "impl 'triton' takes widths up to 256, got 257 and 257"),
+        (
+            tuple(x[:1].expand(40_000, *x.shape[1:]) for x in random_inputs(1, 2, queries=1, dtype=torch.float32)),
+            "impl 'triton' takes batches of up to 65535 key heads, got 80000",
+        ),
     ],
 )
 def test_what_it_cannot_take_it_refuses(inputs: tuple[Tensor, ...], message: str) -> None:

@@ -40,11 +40,18 @@ def row_decay(inputs: Inputs, options: Options) -> Tensor:
         readable = key.isfinite().all(-1)
         if inputs.key_mask is not None:
             readable = readable & inputs.key_mask[:, None]
-        key_norm = key.double().norm(dim=-1).to(dtype).double().where(readable, 0.0).cummax(-1).values
+        key_norm = (
+            torch.linalg.vector_norm(key, dim=-1, dtype=torch.float64)
+            .to(dtype)
+            .double()
+            .where(readable, 0.0)
+            .cummax(-1)
+            .values
+        )
         key_norm = key_norm[:, :, key.shape[2] - query.shape[2] :].repeat_interleave(
             query.shape[1] // key.shape[1], dim=1
         )
-        size = scale * query.double().norm(dim=-1) * SLACK
+        size = scale * torch.linalg.vector_norm(query, dim=-1, dtype=torch.float64) * SLACK
         # A key's norm may overflow, but a query of zeros scores 0 with every key.
         bound = (size * key_norm).where(size > 0.0, 0.0)
     spread = (bound - (-bound).clamp(min=threshold)).clamp(min=0.0)

@@ -13,6 +13,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
 LONGEST = 2**24
 """Keys are counted in float32."""
+MOST_HEADS = 65_535
+"""What the second dimension of a grid of programs can hold."""
 INSTALLED = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 """Whether Triton runs kernels in Python, on any device. Constants, because torch.compile traces `refusal`."""
@@ -22,7 +24,7 @@ _warned = False
 
 
 def about() -> str:
-    refused = f"other devices, float64, widths over {WIDEST}, more than {LONGEST:,} keys"
+    refused = f"other devices, float64, widths over {WIDEST}, more than {LONGEST:,} keys or {MOST_HEADS:,} key heads"
     what = f"Triton kernels for CUDA and ROCm; refuses {refused}"
     return what if INSTALLED else f"{what}; not usable here: it {NOT_INSTALLED}"
 
@@ -38,6 +40,8 @@ def refusal(inputs: Inputs, options: Options) -> str | None:
         return f"takes widths up to {WIDEST}, got {query.shape[3]} and {value.shape[3]}"
     if value.shape[2] > LONGEST:
         return f"takes up to {LONGEST} keys, got {value.shape[2]}"
+    if inputs.key.shape[0] * inputs.key.shape[1] > MOST_HEADS:
+        return f"takes batches of up to {MOST_HEADS} key heads, got {inputs.key.shape[0] * inputs.key.shape[1]}"
     if device == "cpu" and not (INSTALLED and INTERPRETED):
         return f"needs tensors on a GPU, got {query.device}"
     return None if INSTALLED else NOT_INSTALLED

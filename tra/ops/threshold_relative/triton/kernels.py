@@ -1,4 +1,4 @@
-"""The walk over keys as Triton kernels: forward, and backward in two. docs/gpu.md has the design and a drawing.
+"""The walk over keys as Triton kernels: forward, decoding, and backward in two. docs/gpu.md has a drawing.
 
 A program works on the rows of one key head: query heads that share it follow one another, so row r is query r % Lq of
 the r // Lq-th of them. Key blocks begin at multiples of N, whatever the rows, so that a row's result does not depend on
@@ -224,25 +224,30 @@ def finish_rows(
 
 
 @triton.jit
-def save_part(part_ptr, part, total, largest, weights, count, M: tl.constexpr, E: tl.constexpr):
+def save_part(part_ptr, part, rows, total, largest, weights, count, M: tl.constexpr, E: tl.constexpr):
     """Rows that stopped on the way: what they have so far."""
     row, column = tl.arange(0, M), tl.arange(0, E)
-    part_ptr += part.to(tl.int64) * M * (E + 3)
-    tl.store(part_ptr + row, largest)
-    tl.store(part_ptr + M + row, weights)
-    tl.store(part_ptr + 2 * M + row, count)
-    tl.store(part_ptr + 3 * M + row[:, None] * E + column[None, :], total)
+    present = row < rows
+    part_ptr += part.to(tl.int64) * rows * (E + 3)
+    tl.store(part_ptr + row, largest, mask=present)
+    tl.store(part_ptr + rows + row, weights, mask=present)
+    tl.store(part_ptr + 2 * rows + row, count, mask=present)
+    tl.store(part_ptr + 3 * rows + row[:, None] * E + column[None, :], total, mask=present[:, None])
 
 
 @triton.jit
-def load_part(part_ptr, part, M: tl.constexpr, E: tl.constexpr):
+def load_part(part_ptr, part, rows, M: tl.constexpr, E: tl.constexpr):
     row, column = tl.arange(0, M), tl.arange(0, E)
-    part_ptr += part.to(tl.int64) * M * (E + 3)
-    total = tl.load(part_ptr + 3 * M + row[:, None] * E + column[None, :])
-    return total, tl.load(part_ptr + row), tl.load(part_ptr + M + row), tl.load(part_ptr + 2 * M + row)
+    present = row < rows
+    part_ptr += part.to(tl.int64) * rows * (E + 3)
+    largest = tl.load(part_ptr + row, mask=present, other=0.0)
+    weights = tl.load(part_ptr + rows + row, mask=present, other=0.0)
+    count = tl.load(part_ptr + 2 * rows + row, mask=present, other=0.0)
+    total = tl.load(part_ptr + 3 * rows + row[:, None] * E + column[None, :], mask=present[:, None], other=0.0)
+    return total, largest, weights, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
 def forward(
     q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, out_ptr, state_ptr, part_ptr, left_ptr,
     mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
@@ -293,7 +298,7 @@ def forward(
     if DECODES:
         left = rows_left(count, reach, first_key, block, N)
         tl.store(left_ptr + unit, tl.where(block >= first, left, 0))
-        save_part(part_ptr, unit * parts, total, largest, weights, count, M, E)
+        save_part(part_ptr, unit * parts, group * queries, total, largest, weights, count, M, E)
     finish_rows(
         out_ptr,
         state_ptr,
@@ -312,7 +317,7 @@ def forward(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
 def decode_part(
     q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, part_ptr, left_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride, near, blocks,
@@ -349,10 +354,11 @@ def decode_part(
         k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
         N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True,
     )  # fmt: skip
-    save_part(part_ptr, unit * (tl.num_programs(0) + 1) + part + 1, total, largest, weights, count, M, E)
+    slot = unit * (tl.num_programs(0) + 1) + part + 1
+    save_part(part_ptr, slot, group * queries, total, largest, weights, count, M, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
 def join_parts(
     q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, out_ptr, state_ptr, part_ptr, left_ptr,
     mask_ptr, segment_ptr, first_ptr, seed_ptr,
@@ -383,10 +389,10 @@ def join_parts(
         mask_ptr += batch * keys
     if HAS_SEGMENTS:
         segment_ptr += batch * keys
-    total, largest, weights, count = load_part(part_ptr, unit * parts, M, E)
+    total, largest, weights, count = load_part(part_ptr, unit * parts, group * queries, M, E)
     first = tl.min(first_key, 0) // N
     for part in tl.range(1, parts):
-        its_total, its_largest, its_weights, its_count = load_part(part_ptr, unit * parts + part, M, E)
+        its_total, its_largest, its_weights, its_count = load_part(part_ptr, unit * parts + part, group * queries, M, E)
         whole = (count + its_count <= reach) & (its_count > 0.0)
         ends = (count < reach) & (count + its_count > reach)
         its_largest = tl.where(whole, its_largest + gate * count, LOWEST)
@@ -490,7 +496,7 @@ def walk_backward(
     return dq, dg, count, block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
 def backward_query(
     q_ptr, k_ptr, v_ptr, gate_ptr, do_ptr, rows_ptr, dq_ptr, dg_ptr, range_ptr, counts_ptr,
     mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
@@ -512,16 +518,8 @@ def backward_query(
     row = first_row + row_block * M + tl.arange(0, M)
     present = row < group * queries
     position = row % queries + keys - queries
-    q = load_rows(
-        q_ptr + batch * q_batch + key_head * group * q_head,
-        row // queries,
-        q_head,
-        row % queries,
-        q_row,
-        present,
-        WIDTH,
-        D,
-    )
+    q_ptr += batch * q_batch + key_head * group * q_head
+    q = load_rows(q_ptr, row // queries, q_head, row % queries, q_row, present, WIDTH, D)
     do_ptr += batch * do_batch + key_head * group * do_head
     do = load_rows(do_ptr, row // queries, do_head, row % queries, do_row, present, VALUE_WIDTH, E)
     gate = tl.load(gate_ptr + before + row, mask=present, other=0.0)
@@ -635,7 +633,7 @@ def gather_rows(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
 def backward_key(
     q_ptr, k_ptr, v_ptr, gate_ptr, do_ptr, rows_ptr, dk_ptr, dv_ptr, visitors_ptr, counts_ptr,
     mask_ptr, segment_ptr, seed_ptr, dirty_ptr,

@@ -38,7 +38,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     part = left = dirty = None
     if decodes:
         parts = 1 + triton.cdiv(beyond, blocks)
-        part = query.new_empty(call.units * parts * tile.rows * (call.widths[3] + 3), dtype=torch.float32)
+        part = query.new_empty(call.units * parts * call.rows * (call.widths[3] + 3), dtype=torch.float32)
         left = query.new_empty(call.units, dtype=torch.int32)
     else:
         dirty = _not_finite(key, call.units) | _not_finite(value, call.units)
