@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import tra.model
 from tra import MECHANISMS, Decoder, DecoderConfig, sized
 from tra.attention import Context
 
@@ -435,3 +438,49 @@ def test_gates_of_a_block_are_those_that_its_mechanism_reads() -> None:
 def test_misspelt_size_gets_a_suggestion() -> None:
     with pytest.raises(ValueError, match="size must be one of medium, mini, got 'minni'; did you mean 'mini'"):
         sized("minni")
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many elements the largest result of any operation has, forward or backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            self.elements = max(self.elements, x.numel() if isinstance(x, Tensor) else 0)
+        return out
+
+
+def loss_and_gradients(model: Decoder, tokens: Tensor, targets: Tensor) -> tuple[list[Tensor], int]:
+    model.zero_grad()
+    with LargestTensor() as largest:
+        loss = model(tokens, targets=targets)
+        loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())], largest.elements
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_the_loss_of_a_long_text_never_has_its_logits_together(monkeypatch: pytest.MonkeyPatch, every: bool) -> None:
+    model = Decoder(DecoderConfig(vocabulary=997, layers=1, heads=2, width=16, dropout=0.0))
+    tokens, targets = torch.randint(997, (2, 3, 111)).unbind(0)
+    if not every:
+        targets = targets.masked_fill(torch.rand(3, 111) < 0.3, -100)
+    logits = model(tokens)
+    dense = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected = [dense.detach(), *torch.autograd.grad(dense, list(model.parameters()))]
+    whole, elements = loss_and_gradients(model, tokens, targets)
+    assert elements >= int((targets != -100).sum()) * 997
+    monkeypatch.setattr(tra.model, "LOGITS_AT_ONCE", 997 * 50)
+    monkeypatch.setattr(tra.model, "LOGITS_PER_PIECE", 997 * 30)
+    pieces, elements = loss_and_gradients(model, tokens, targets)
+    assert elements <= 997 * 30
+    for name, results in (("whole", whole), ("pieces", pieces)):
+        for actual, right in zip(results, expected, strict=True):
+            assert_close(actual, right, rtol=1e-5, atol=1e-5 * right.abs().max().item(), msg=name)
+    assert not every or torch.equal(whole[0], expected[0])
+
+
+def test_targets_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"targets must have the shape \[2, 5\] of tokens, got \[2, 4\]"):
+        small()(torch.zeros(2, 5, dtype=torch.int64), targets=torch.zeros(2, 4, dtype=torch.int64))

@@ -22,6 +22,12 @@ from tra.options import among, checked_options, mismatch, written
 LARGEST = {"vocabulary": 1 << 32, "layers": 10_000, "heads": 1 << 20, "width": 1 << 20}
 """What a config may ask for: far beyond any model, and little enough that a damaged or hostile one fails at once."""
 
+UNCOUNTED = -100
+"""A target that does not enter the loss; PyTorch's own number for it."""
+LOGITS_AT_ONCE = 1 << 29
+"""Beyond so many (two gigabytes of float32) the loss is computed piece by piece, and each piece again in backward."""
+LOGITS_PER_PIECE = 1 << 26
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -208,12 +214,33 @@ class Decoder(nn.Module):
         cache: Sequence[Cache] | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Logits ``[B, L, vocabulary]`` of the token after each of ``tokens [B, L]``.
 
         With a cache, tokens are the new ones only; ``key_mask`` and ``segment_ids`` ``[B, cached + L]`` cover all.
+        With ``targets [B, L]``, the tokens after each or -100, their cross-entropy summed over those that are not -100:
+        for a long text the logits are never in memory together.
         """
-        return self.head(self.hidden(tokens, cache=cache, key_mask=key_mask, segment_ids=segment_ids))
+        hidden = self.hidden(tokens, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        return self.head(hidden) if targets is None else self._summed_loss(hidden, targets)
+
+    def _summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"targets must have the shape {list(hidden.shape[:2])} of tokens, got {list(targets.shape)}"
+            )
+        counted = targets != UNCOUNTED
+        every = bool(counted.all())  # text, which need not be copied
+        hidden, targets = (x.flatten(0, 1) if every else x[counted] for x in (hidden, targets))
+        if targets.numel() * self.config.vocabulary <= LOGITS_AT_ONCE:
+            return self._loss_of_piece(hidden, targets)
+        size = max(1, LOGITS_PER_PIECE // self.config.vocabulary)
+        pieces = zip(hidden.split(size), targets.split(size), strict=True)
+        return torch.stack([checkpoint(self._loss_of_piece, *piece, use_reentrant=False) for piece in pieces]).sum()
+
+    def _loss_of_piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden).float(), targets, reduction="sum")
 
     def hidden(
         self,

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
 from tra.errors import DivergenceError, Interrupted
-from tra.model import Decoder
+from tra.model import UNCOUNTED, Decoder
 from tra.progress import hidden, progress, say
 from tra.recipes import Recipe
 from tra.runs import checkpoint
@@ -222,10 +221,8 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 
 def summed_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy summed over the tokens that count."""
-    logits, targets, counted = model(batch.tokens[:, :-1]), batch.tokens[:, 1:], batch.counted[:, 1:]
-    every = bool(counted.all())  # text, whose logits are too large to be copied for nothing
-    logits, targets = (x.flatten(0, 1) if every else x[counted] for x in (logits, targets))
-    return F.cross_entropy(logits.float(), targets, reduction="sum")
+    targets = batch.tokens[:, 1:].masked_fill(~batch.counted[:, 1:], UNCOUNTED)
+    return model(batch.tokens[:, :-1], targets=targets)
 
 
 def _flat(nested: dict[str, Any], before: str = "") -> dict[str, Any]:
