@@ -1,6 +1,7 @@
 """The module around the operator."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.testing import assert_close
 
 from tests.ops.oracle import loop_attention
 from tra import ThresholdRelativeAttention
-from tra.attention import Context
+from tra.attention import Cache, Context, threshold_relative
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -50,7 +51,7 @@ def test_projections_have_the_biases_of_the_paper() -> None:
 def test_scores_respect_the_bound_the_module_vouches_for() -> None:
     module = ThresholdRelativeAttention(64, 4)
     x = torch.randn(4, 50, 64) * 100
-    query, key, _ = module._project(x, Context())
+    query, key, _ = module.project(x, Context())
     assert (query @ key.mT / 4).abs().max() <= math.sqrt(16) * (1 + 1e-6)
 
 
@@ -115,3 +116,72 @@ def test_a_leak_adds_the_gradient_of_attention_without_a_threshold_and_changes_n
     assert_close(leaking.eval()(x), published(x), rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"leak must be at least 0, got -1\.0"):
         ThresholdRelativeAttention(64, 4, leak=-1.0)
+
+
+# Without QK-norm the score bound comes from the norms of all keys, which the cache keeps.
+
+BATCH, CACHED = 3, 90
+
+
+def padded() -> torch.Tensor:
+    return torch.arange(CACHED + 9).expand(BATCH, -1) >= torch.tensor([[0], [7], [50]])
+
+
+def packed() -> torch.Tensor:
+    return (torch.arange(CACHED + 9).expand(BATCH, -1) + torch.tensor([[0], [3], [60]])) // 40
+
+
+@pytest.mark.parametrize(
+    "masks", [{}, {"key_mask": padded}, {"segment_ids": packed}], ids=["plain", "padded", "packed"]
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@torch.no_grad()
+def test_without_norm_a_new_token_has_the_bits_that_all_keys_together_give(
+    masks: dict[str, Any], kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache that was cropped and whose rows changed places, and with one key far larger than all others."""
+    module = ThresholdRelativeAttention(32, 4, kv_heads, qk_norm=False, gate_bias=0.0).eval()
+    x = torch.randn(BATCH, CACHED + 9, 32)
+    x[1, 4] *= 30.0  # padding, where there is some
+    x[2, 55] *= 30.0
+    order = torch.tensor([2, 0, 1])
+    given = {name: mask() for name, mask in masks.items()}
+    results = []
+    for long in (1, 10**9):
+        monkeypatch.setattr(threshold_relative, "LONG", long)
+        cache = Cache()
+        module(x[:, :CACHED], Context(cache, **{name: mask[:, :CACHED] for name, mask in given.items()}))
+        module(x[:, :5] * 50.0, Context(cache))  # forgotten again
+        cache.crop(CACHED)
+        cache.select(order)
+        out = []
+        for seen in range(CACHED + 1, CACHED + 10):
+            context = Context(cache, **{name: mask[order, :seen] for name, mask in given.items()})
+            out.append(module(x[order, seen - 1 : seen], context))
+        results.append(torch.cat(out, dim=1))
+    assert torch.equal(*results)
+    full = module(x, Context(**given))[order, CACHED:]
+    assert_close(results[0], full, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_without_norm_a_new_token_reads_no_more_keys_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threshold_relative, "LONG", 1)
+    module = ThresholdRelativeAttention(32, 4, qk_norm=False, gate_bias=-3.0).eval()
+    cache, x = Cache(), torch.randn(1, 1200, 32)
+    module(x, Context(cache))
+    expected = module(x[:, :1], Context(cache))
+    cache.crop(1200)
+    cache._buffers[0][:, :, :600] = 1e15  # what these would do to scores and bounds shows where they are read
+    assert torch.equal(module(x[:, :1], Context(cache)), expected)
+
+
+@torch.no_grad()
+def test_without_norm_tokens_of_zeros_and_of_no_number_are_as_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threshold_relative, "LONG", 1)
+    module = ThresholdRelativeAttention(32, 4, qk_norm=False).eval()
+    x = torch.randn(2, 12, 32)
+    x[0, 3], x[0, -1], x[1, -1] = float("inf"), 0.0, float("nan")
+    cache = Cache()
+    parts = [module(piece, Context(cache)) for piece in x.split([11, 1], dim=1)]
+    assert_close(torch.cat(parts, dim=1), module(x), equal_nan=True)

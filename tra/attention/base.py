@@ -145,7 +145,7 @@ class Attention(nn.Module, ABC):
         Mechanisms that measure plain distance count padding between tokens; at the ends it changes nothing.
         """
         context = self._fitting(x, context)
-        projected = self._project(x, context)
+        projected = self.project(x, context)
         glimpse = None if context.weights is None else self._glimpse(x, *projected, context)
         mixed = self.attend(x, *projected, context)
         if glimpse is not None and context.weights is not None:
@@ -173,7 +173,7 @@ class Attention(nn.Module, ABC):
     def weights(self, x: Tensor, context: Context | None = None) -> Tensor:
         """The attention matrix ``[B, Hq, L, cached + L]``, always exact; the cache is left as it is."""
         context = self._fitting(x, context)
-        return self._glimpse(x, *self._project(x, context), context)[0]
+        return self._glimpse(x, *self.project(x, context), context)[0]
 
     def active_dropout(self, context: Context) -> float:
         """The probability with which this call drops a weight."""
@@ -193,7 +193,8 @@ class Attention(nn.Module, ABC):
             raise ValueError(f"context must be a Context, got {type(context).__name__}")
         return context.fitting(x)
 
-    def _project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the new tokens, as `attend` gets them."""
         located = self.located(x, context)
         query, key, value = (
             projection(source).unflatten(-1, (-1, self.head_width)).transpose(1, 2)

@@ -2,9 +2,12 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tra.attention.base import Attention, Context
 from tra.attention.gate import GatedAttention
@@ -14,6 +17,8 @@ from tra.ops.threshold_relative.op import IMPLEMENTATIONS
 
 KEEPS_ALL = -1e30
 """A threshold below every score, and finite as the operator wants it."""
+LONG = 4096
+"""Keys from which on it costs less to compute a new token's heads one by one than to find every key's norm again."""
 
 
 class OperatorAttention(Attention):
@@ -53,24 +58,71 @@ class OperatorAttention(Attention):
         return self.threshold
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        key, value = context.remember(key, value)
-        log_gate = self.log_gate(x)
+        rule, log_gate = self.rule(context), self.log_gate(x)
+        norm = None
+        if self.qk_norm or context.cache is None or key.device.type != "cpu":
+            key, value = context.remember(key, value)
+        else:
+            key, value, norm = context.remember(key, value, key_norms(key))
         context.note(query, key, 1 / math.sqrt(self.head_width), None, self.threshold, log_gate)
-        return threshold_relative_attention(
-            query,
-            key,
-            value,
-            log_gate,
-            key_mask=context.key_mask,
-            segment_ids=context.segment_ids,
-            threshold=self.threshold if context.exact else self.current_threshold(),
-            dropout=self.active_dropout(context),
+        several = query.shape[2] > 1 or key.shape[2] < LONG
+        if norm is None or several or context.exact or rule["dropout"] > 0.0 or is_compiling():
+            return threshold_relative_attention(query, key, value, log_gate, **rule)
+        return attend_one_by_one(query, key, value, log_gate, norm, rule)
+
+    def rule(self, context: Context) -> dict[str, Any]:
+        """What the operator is told beside its tensors."""
+        return {
+            "key_mask": context.key_mask,
+            "segment_ids": context.segment_ids,
+            "threshold": self.threshold if context.exact else self.current_threshold(),
+            "dropout": self.active_dropout(context),
             # A key that an early stop leaves out would look as if it had not passed the threshold.
-            tolerance=0.0 if context.exact else self.tolerance,
+            "tolerance": 0.0 if context.exact else self.tolerance,
             # Vectors of root mean square 1 have norm sqrt(D), so no score exceeds sqrt(D).
-            score_bound=math.sqrt(self.head_width) if self.qk_norm else None,
-            impl="reference" if context.exact else self.impl,
-        )
+            "score_bound": math.sqrt(self.head_width) if self.qk_norm else None,
+            "impl": "reference" if context.exact else self.impl,
+        }
+
+
+def key_norms(key: Tensor) -> Tensor:
+    """``[B, Hkv, L]``: what the operator finds itself where it is told no bound; 0 where it takes a key for padding."""
+    norm = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float64).float()
+    return norm.where(key.isfinite().all(-1), 0.0)
+
+
+def attend_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor, norm: Tensor, rule: Mapping[str, Any]
+) -> Tensor:
+    """The operator for one new token, told the bound that it would find in all visible keys.
+
+    One head of one sequence at a time, because each has a bound of its own. What is read of every key is its norm.
+    """
+    key_mask, segment_ids = rule["key_mask"], rule["segment_ids"]
+    if key_mask is not None:
+        norm = norm.masked_fill(~key_mask[:, None], 0.0)
+    group = query.shape[1] // key.shape[1]
+    scale = torch.tensor(1.0 / math.sqrt(query.shape[3]), dtype=torch.float32).item()  # as the kernel holds it
+    size = scale * torch.linalg.vector_norm(query[:, :, 0], dim=-1, dtype=torch.float64)
+    bounds = (size * norm.amax(-1).repeat_interleave(group, dim=1)).tolist()
+    rows = []
+    for b, of_heads in enumerate(bounds):
+        sequence = slice(b, b + 1)
+        own: dict[str, Any] = dict(rule)
+        own["key_mask"] = None if key_mask is None else key_mask[sequence]
+        own["segment_ids"] = None if segment_ids is None else segment_ids[sequence]
+        for h, bound in enumerate(of_heads):
+            head, key_head = slice(h, h + 1), slice(h // group, h // group + 1)
+            # None for a query of zeros, or one that is not finite.
+            own["score_bound"] = bound if 0.0 < bound < math.inf else None
+            tensors = (
+                query[sequence, head],
+                key[sequence, key_head],
+                value[sequence, key_head],
+                log_gate[sequence, head],
+            )
+            rows.append(threshold_relative_attention(*tensors, **own))
+    return torch.cat(rows).view(*query.shape[:3], value.shape[3])
 
 
 class ThresholdRelativeAttention(GatedAttention, OperatorAttention):

@@ -18,7 +18,7 @@ def test_every_token_sees_itself_and_the_few_before_it(window: int, kv_heads: in
     x, key_mask = torch.randn(2, 11, 16), torch.ones(2, 11, dtype=torch.bool)
     key_mask[1, :3] = False
     found = attention.weights(x, Context(key_mask=key_mask))
-    query, key, _ = attention._project(x, Context())
+    query, key, _ = attention.project(x, Context())
     for row in range(2):
         for head in range(2):
             for place in range(11):
