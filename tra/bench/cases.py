@@ -24,6 +24,8 @@ class Case:
     others: Mapping[str, Prepare]
     goal: float | None = None
     """Largest ratio wanted, where one is set; to the first of the others."""
+    repeats: int = 1
+    """How many times ours does what the others do once; what is told is the time of one."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """`tra bench`: measure the cases and write what was found. A kernel that fails a quick check gets no ratio."""
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tra.bench.cases import Row, cases
+from tra.bench.cases import Case, Row, cases
 from tra.bench.memory import peak_of_attention
 from tra.bench.timing import interleaved
+from tra.bench.trained import LENGTHS, gates_of, trained_cases
 from tra.bench.workloads import WIDTH, attention, native
 from tra.environment import environment
 from tra.errors import RunError
@@ -16,29 +19,43 @@ from tra.files import write_json
 from tra.ops import threshold_relative_attention
 from tra.progress import say
 from tra.report.figures import save_figure, time_by_length
+from tra.runs import load_run
 
 
-def run_benchmarks(folder: Path, seconds: float, only: str = "") -> dict[str, Any]:
+def run_benchmarks(
+    folder: Path, seconds: float, only: str = "", run: Path | None = None, lengths: Sequence[int] = ()
+) -> dict[str, Any]:
     """Measure every row whose name contains ``only``, for so many seconds each, and write ``bench.json`` and
     ``bench.png``. Without ``only`` also the share of the machine's speed and the peak memory.
+
+    With a run, rows of the trained model at so many tokens, and ``bench.json`` alone, with the quantiles of its gates.
 
     Returns:
         What ``bench.json`` holds.
     """
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds!r}")
-    names = list(dict.fromkeys(case.what for case in cases()))
+    if lengths and run is None:
+        raise ValueError(f"lengths must be given with a run, got {tuple(lengths)} and none")
+    if any(length < 2 for length in lengths):
+        raise ValueError(f"lengths must be at least 2, got {min(lengths)}")
+    lengths = tuple(lengths) or LENGTHS
+    found = None if run is None else load_run(run)
+    every = list(cases() if found is None else trained_cases(found, lengths))
+    names = list(dict.fromkeys(case.what for case in every))
     if not any(only in name for name in names):
         raise ValueError(f"only must be part of the name of a row, got {only!r}; rows: {'; '.join(names)}")
     check_kernel()
     folder.mkdir(parents=True, exist_ok=True)
-    rows = measured_rows(seconds, only)
+    rows = measured_rows([case for case in every if only in case.what], seconds)
     content: dict[str, Any] = {
-        "command": f"tra bench --seconds {seconds:g}" + (f" --only '{only}'" if only else ""),
+        "command": _command(seconds, only, run, lengths),
         "environment": environment(),
         "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
     }
-    if not only:
+    if found is not None:
+        content["gates"] = {"tokens": lengths[0], "quantiles of -log_gate": gates_of(found, lengths[0])}
+    elif not only:
         content["share_of_sgemm"] = share_of_sgemm(seconds)
         say(f"share of the machine's sgemm rate when every key is visited: {content['share_of_sgemm']:.2f}")
         content["peak_memory_megabytes"] = {
@@ -47,8 +64,18 @@ def run_benchmarks(folder: Path, seconds: float, only: str = "") -> dict[str, An
         }
         say(f"forward + backward of 1x8x32768: {content['peak_memory_megabytes']} MB")
     write_json(folder / "bench.json", content)
-    save_figure(time_by_length(content["rows"]), folder / "bench.png")
+    if found is None:
+        save_figure(time_by_length(content["rows"]), folder / "bench.png")
     return content
+
+
+def _command(seconds: float, only: str, run: Path | None, lengths: Sequence[int]) -> str:
+    """What to type to measure the same again."""
+    words = ["tra", "bench", "--seconds", f"{seconds:g}"]
+    if run is not None:
+        words += ["--run", str(run)]
+        words += [] if tuple(lengths) == LENGTHS else ["--lengths", *map(str, lengths)]
+    return shlex.join(words + (["--only", only] if only else []))
 
 
 def check_kernel() -> None:
@@ -67,16 +94,14 @@ def check_kernel() -> None:
             raise RunError("no figures: the kernel's results differ from the reference's")
 
 
-def measured_rows(seconds: float, only: str) -> list[Row]:
+def measured_rows(chosen: Sequence[Case], seconds: float) -> list[Row]:
     """A row for everything that a case is compared with."""
     rows = []
-    for case in cases():
-        if only not in case.what:
-            continue
+    for case in chosen:
         for place, (against, prepare) in enumerate(case.others.items()):
             mine, other = interleaved(case.ours(), prepare(), seconds)
             goal = case.goal if place == 0 else None
-            rows.append(Row(case.what, case.shape, against, mine * 1e3, other * 1e3, goal))
+            rows.append(Row(case.what, case.shape, against, mine / case.repeats * 1e3, other * 1e3, goal))
             say(str(rows[-1]))
     return rows
 

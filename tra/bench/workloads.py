@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tra.attention import Cache
 from tra.bench.timing import Work
 from tra.model import Decoder, DecoderConfig
 from tra.ops import threshold_relative_attention
@@ -72,10 +73,15 @@ def new_token(config: DecoderConfig, cached: int) -> Work:
     cache = model.new_cache()
     head_width = config.width // config.heads
     for layer in cache:
-        key, value = torch.randn(2, 1, config.heads, cached + 1, head_width)
+        key, value = torch.randn(2, 1, config.kv_heads or config.heads, cached + 1, head_width)
         layer.append(F.rms_norm(key, (head_width,)), value)
         layer.crop(cached)  # with room for one more
-    token = torch.zeros(1, 1, dtype=torch.int64)
+    return next_token(model, cache, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def next_token(model: Decoder, cache: list[Cache], token: Tensor) -> Work:
+    """A token ``[1, 1]`` goes through a model, always behind what its cache holds now."""
+    cached = len(cache[0])
 
     @torch.inference_mode()
     def work() -> None:

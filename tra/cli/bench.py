@@ -10,8 +10,15 @@ from tra.cli.options import Common, on_console, parse
 
 @dataclass(frozen=True)
 class Bench(Common):
-    """Time TRA against PyTorch's attention, interleaved in one run, and write the ratios as JSON and a plot."""
+    """Time TRA against PyTorch's attention, interleaved in one run, and write the ratios as JSON and a plot.
 
+    With a run, on the queries, keys, values and gates that the trained model makes of its own text or task.
+    """
+
+    run: Path | None = None
+    """Run folder of a trained model to measure, in place of random inputs."""
+    lengths: tuple[int, ...] = ()
+    """Tokens at which a run is measured; 4096, 16384 and 65536 by default."""
     output: Path | None = None
     """Folder to write; a new one under runs/ by default."""
     seconds: float = 5.0
@@ -35,12 +42,14 @@ def run(arguments: list[str]) -> int:
     from tra.bench import run_benchmarks
     from tra.bench.gpu import run_gpu_benchmarks
 
+    if options.device == "cuda" and options.run is not None:
+        raise ValueError("run must be left out with device cuda: a trained model is measured on the CPU")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be cpu where PyTorch finds no GPU, got 'cuda'")
     folder = options.output or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
     with on_console(quiet=options.json):
         if options.device == "cpu":
-            content = run_benchmarks(folder, options.seconds, options.only)
+            content = run_benchmarks(folder, options.seconds, options.only, options.run, options.lengths)
         else:
             content = run_gpu_benchmarks(folder, options.seconds, options.only, options.device)
     print(json.dumps(content, indent=2) if options.json else folder)
