@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tra.attention import MECHANISMS, Context
-from tra.attention.base import Terms
+from tra.attention.context import Terms
 from tra.model import Decoder, DecoderConfig
 from tra.ops.threshold_relative.reference import attention_terms
 from tra.report import Explorer, Table, explore, packing, reporting

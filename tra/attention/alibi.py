@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tra.attention import flex
 from tra.attention.base import Attention, Context, causal_softmax_attention, distances
 
 
@@ -21,8 +22,10 @@ class LinearBiasAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
-        bias = -self.slopes[:, None, None] * distances(query, key)
         dropout = self.active_dropout(context)
+        if flex.suits(query, context, dropout):
+            return flex.biased_attention(query, key, value, context, lambda b, h, q, k: -self.slopes[h] * (q - k))
+        bias = -self.slopes[:, None, None] * distances(query, key)
         return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias[None])
 
 

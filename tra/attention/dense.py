@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention.base import Context
+from tra.attention.context import Context
 
 
 def dense_scores(query: Tensor, key: Tensor, context: Context) -> Tensor:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tra.attention import Attention, Context
-from tra.attention.base import Terms
+from tra.attention.context import Terms
 from tra.ops.threshold_relative.reference import attention_terms
 from tra.report.colours import SMALLEST_SHOWN
 from tra.report.inspection import Head, summarise

@@ -1,0 +1,81 @@
+"""What comes with the tokens of a call: the cache, the masks, and who looks into the rule."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tra.attention.cache import Cache
+from tra.ops.visibility import check_masks, visible_keys
+
+
+class Terms(NamedTuple):
+    """What a rule computed its weights from: the scores ``scale * query . key``, and what it did with them."""
+
+    query: Tensor
+    """``[B, Hq, L, D]``."""
+    key: Tensor
+    """``[B, Hkv, L, D]``."""
+    scale: float
+    bias: Tensor | None = None
+    """Added to the scores, broadcast to ``[B, Hq, L, L]``."""
+    threshold: float | None = None
+    """A key is kept when its score is greater; None keeps all."""
+    log_gate: Tensor | None = None
+    """``[B, Hq, L]``: what each step of distance, counted among the keys kept, adds to a score."""
+
+
+class Context(NamedTuple):
+    """What comes with the new tokens of one call: the cache of earlier ones, and the masks of them all.
+
+    Example:
+        >>> import tra
+        >>> attention = tra.ThresholdRelativeAttention(width=64, heads=4)
+        >>> key_mask = torch.arange(10).expand(2, 10) >= torch.tensor([[0], [3]])
+        >>> attention(torch.randn(2, 10, 64), Context(key_mask=key_mask)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    cache: Cache | None = None
+    """What this layer remembers of earlier tokens; the new ones are added to it."""
+    key_mask: Tensor | None = None
+    """``[B, cached + L]`` boolean, False for padding."""
+    segment_ids: Tensor | None = None
+    """``[B, cached + L]`` integers that keep packed documents apart."""
+    exact: bool = False
+    """The rule itself: no dropout, and nothing left out to save time."""
+    terms: list[Terms] | None = None
+    """Where the rule leaves its terms, for who looks into it."""
+    weights: list[Tensor] | None = None
+    """Where the attention matrix ``[B, Hq, L, cached + L]`` of the call is put, if it is wanted."""
+    checked: bool = False
+    """Whether `fitting` has been called. A decoder does that once, for all its layers."""
+
+    def fitting(self, x: Tensor) -> "Context":
+        """This context, once it is known to fit the new tokens ``x [B, L, width]``; a ValueError names what does not.
+
+        Before anything enters the cache: a wrong mask must not leave it half-filled.
+        """
+        if self.checked:
+            return self
+        if isinstance(self.cache, list | tuple):
+            raise ValueError(f"cache must be the Cache of one layer, got a {type(self.cache).__name__}")
+        check_masks(self.key_mask, self.segment_ids, x.shape[0], self.cached + x.shape[1], x.device)
+        return self._replace(checked=True)
+
+    @property
+    def cached(self) -> int:
+        """How many tokens the cache holds: the position of the first new one, until that is remembered."""
+        return 0 if self.cache is None else len(self.cache)
+
+    def remember(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of all tokens so far, given those of the new ones."""
+        return tensors if self.cache is None else self.cache.append(*tensors)
+
+    def note(self, *terms: Any) -> None:
+        """Leave the :class:`Terms` of the rule, if anybody asked for them."""
+        if self.terms is not None:
+            self.terms.append(Terms(*terms))
+
+    def visible(self, query: Tensor, key: Tensor) -> Tensor:
+        """Which of all keys each new query may see, ``[B or 1, 1, Lq, Lk]``."""
+        return visible_keys(query.shape[2], key.shape[2], self.key_mask, self.segment_ids, query.device)
