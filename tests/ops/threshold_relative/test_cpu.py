@@ -144,16 +144,10 @@ def test_a_library_that_does_not_fit_is_never_called(
     assert reason in cpu.about()
 
 
-@pytest.mark.parametrize("length, width", [(1, 1), (7, 3), (63, 16), (111, 40), (250, 64), (65, 128), (40, 256)])
-@pytest.mark.parametrize("tolerance", [0.0, None])
-def test_error_is_at_most_twice_that_of_plain_float32(
-    variant: str, length: int, width: int, tolerance: float | None
-) -> None:
-    """Against double precision, for the output and all four gradients, on real-valued inputs."""
-    query, key, value, gate = language_like(2, 4, length, width)
-    inputs, grad = (query, key[:, :2], value[:, :2], gate), torch.randn(2, 4, length, width)
-    identity = torch.eye(length).expand(2, 2, length, length)
-    keep = run(query, key[:, :2], identity, torch.zeros_like(gate), tolerance=0.0) > 0
+def assert_twice_as_exact(inputs: tuple[Tensor, ...], grad: Tensor, keep: Tensor, **options: object) -> None:
+    """The error of output and gradients against double precision is at most twice that of plain float32, plus one
+    rounding of the largest term that each of them sums: where the terms cancel, nobody does better."""
+    query, key, value, _ = inputs
 
     def dense(dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
@@ -161,18 +155,67 @@ def test_error_is_at_most_twice_that_of_plain_float32(
         out.backward(grad.to(dtype))
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
-    # One rounding of the largest term that each result sums: where the terms cancel, nobody does better.
-    product = (grad @ value[:, :2].repeat_interleave(2, 1).mT).abs().max() / math.sqrt(width)
+    group = query.shape[1] // key.shape[1]
+    product = (grad @ value.repeat_interleave(group, 1).mT).abs().max() / math.sqrt(query.shape[3])
     terms = (value, product * key.abs(), product * query.abs(), grad, product)
     results = zip(
         *(("out", "q", "k", "v", "g"), dense(torch.float64), dense(torch.float32)),
-        *(gradients(inputs, grad, tolerance=tolerance), terms),
+        *(gradients(inputs, grad, **options), terms),
         strict=True,
     )
     for name, exact, plain, ours, term in results:
         allowed = 2 * (plain.double() - exact).abs().max() + torch.finfo(torch.float32).eps * term.abs().max()
         error = (ours.double() - exact).abs().max()
         assert error <= allowed, f"{name}: {error:.3g} > {allowed:.3g}"
+
+
+@pytest.mark.parametrize("length, width", [(1, 1), (7, 3), (63, 16), (111, 40), (250, 64), (65, 128), (40, 256)])
+@pytest.mark.parametrize("tolerance", [0.0, None])
+def test_error_is_at_most_twice_that_of_plain_float32(
+    variant: str, length: int, width: int, tolerance: float | None
+) -> None:
+    """On real-valued inputs."""
+    query, key, value, gate = language_like(2, 4, length, width)
+    inputs, grad = (query, key[:, :2], value[:, :2], gate), torch.randn(2, 4, length, width)
+    identity = torch.eye(length).expand(2, 2, length, length)
+    keep = run(query, key[:, :2], identity, torch.zeros_like(gate), tolerance=0.0) > 0
+    assert_twice_as_exact(inputs, grad, keep, tolerance=tolerance)
+
+
+def many_keys(queries: int, keys: int, values: float | None, gate: float) -> tuple[Tensor, ...]:
+    """All keys are kept, and values have one sign, so that errors cannot hide behind it; random ones where None."""
+    rng = torch.Generator().manual_seed(1)
+    query, key, value = torch.ones(1, 1, queries, 2), torch.full((1, 1, keys, 2), 0.3), torch.empty(1, 1, keys, 3)
+    if values is None:
+        key.uniform_(0.01, 1.0, generator=rng)
+        value.uniform_(0.0, 1.0, generator=rng)
+    else:
+        value.fill_(values)
+    return query, key, value, torch.full((1, 1, queries), gate)
+
+
+@pytest.mark.parametrize("keys", [4096, 65_537, 2**20, 2**24])
+@pytest.mark.parametrize("gate", [0.0, -1e-4])
+def test_ones_average_to_one_however_many(variant: str, keys: int, gate: float) -> None:
+    query, key, value, gates = many_keys(1, keys, 1.0, gate)
+    out = run(query, key, value, gates, tolerance=0.0)
+    assert (out - 1).abs().max() <= torch.finfo(torch.float32).eps
+
+
+def test_ones_average_to_one_in_every_row(variant: str) -> None:
+    inputs = many_keys(4099, 4099, 1.0, 0.0)
+    assert (run(*inputs) - 1).abs().max() <= torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("queries, keys", [(1, 2**20), (150, 5000), (3000, 3000)])
+@pytest.mark.parametrize("values", [1.0, 0.1, None])
+def test_error_is_at_most_twice_that_of_plain_float32_over_many_keys(
+    variant: str, queries: int, keys: int, values: float | None
+) -> None:
+    inputs = many_keys(queries, keys, values, -1e-4)
+    grad = torch.empty(1, 1, queries, 3).uniform_(1.0, 2.0, generator=torch.Generator().manual_seed(2))
+    keep = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).expand(1, 1, queries, keys)
+    assert_twice_as_exact(inputs, grad, keep, tolerance=0.0)
 
 
 @pytest.mark.parametrize("length, width", [(1, 1), (7, 3), (63, 16), (111, 40), (300, 64), (40, 256)])
@@ -236,19 +279,31 @@ def test_same_bits_alone_or_in_a_batch(variant: str, tolerance: float | None, bo
         assert all(equal_bits(left[row], right) for left, right in zip(together, alone, strict=True))
 
 
-@pytest.mark.parametrize("left, right", [(5, 0), (0, 9), (37, 50)])
+@pytest.mark.parametrize("padding", ["left", "right", "both", "between"])
 @pytest.mark.parametrize("tolerance", [0.0, None])
-def test_same_bits_padded_or_not(variant: str, left: int, right: int, tolerance: float | None) -> None:
-    inputs = language_like(2, 2, 150)
-    plain = run(*inputs, tolerance=tolerance, score_bound=8.0)
-    noise = language_like(2, 2, left + 150 + right, seed=1)
-    padded = [x.clone() for x in noise]
-    for whole, part in zip(padded, inputs, strict=True):
-        whole[:, :, left : left + 150] = part
-    mask = torch.zeros(2, left + 150 + right, dtype=torch.bool)
-    mask[:, left : left + 150] = True
-    out = run(*padded, key_mask=mask, tolerance=tolerance, score_bound=8.0)
-    assert equal_bits(out[:, :, left : left + 150], plain)
+def test_same_bits_padded_or_not(variant: str, padding: str, tolerance: float | None) -> None:
+    length, whole = 450, 537  # several spans
+    places = torch.arange(length) + {"left": whole - length, "right": 0, "both": 37, "between": 0}[padding]
+    if padding == "between":
+        places = torch.randperm(whole, generator=torch.Generator().manual_seed(2))[:length].sort().values
+    inputs = language_like(2, 2, length)
+    options = {"tolerance": tolerance, "score_bound": 8.0}
+    plain = run(*inputs, **options)
+    query, key, value, gate = padded = language_like(2, 2, whole, seed=1)
+    for noise, part in zip(padded, inputs, strict=True):
+        noise[:, :, places] = part
+    mask = torch.zeros(2, whole, dtype=torch.bool)
+    mask[:, places] = True
+    out = run(*padded, key_mask=mask, **options)
+    assert equal_bits(out[:, :, places], plain)
+    last = int(places[-1])
+    seen = slice(last + 1)
+    decoded = run(
+        *(query[:, :, [last]], key[:, :, seen], value[:, :, seen], gate[:, :, [last]]),
+        key_mask=mask[:, seen],
+        **options,
+    )
+    assert equal_bits(decoded, plain[:, :, -1:])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -257,10 +312,10 @@ def test_same_bits_padded_or_not(variant: str, left: int, right: int, tolerance:
 def test_same_bits_prefilled_or_decoded(
     variant: str, kv_heads: int, tolerance: float | None, bound: float | None
 ) -> None:
-    query, key, value, gate = language_like(2, 4, 97)
+    query, key, value, gate = language_like(2, 4, 497)  # several spans
     key, value = key[:, :kv_heads], value[:, :kv_heads]
     full = run(query, key, value, gate, tolerance=tolerance, score_bound=bound)
-    for pieces in ([1] * 97, [50, 3, 1, 43]):
+    for pieces in ([400] + [1] * 97, [50, 3, 1, 443]):
         end, parts = 0, []
         for size in pieces:
             start, end = end, end + size

@@ -161,6 +161,47 @@ def test_scale_and_threshold_are_numbers_of_the_precision_of_the_computation(
         assert threshold_relative_attention(*random_inputs(), impl=impl, **changes).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "score, size, options",
+    [
+        (30.0, 1e30, {}),
+        (30.0, 1e30, {"score_bound": 30.0}),
+        (8.0, 1e35, {}),
+        (8.0, 1e35, {"score_bound": 8.0}),
+        (-35.0, 1e-30, {"threshold": -39.0}),
+        (-35.0, 1e-30, {"threshold": -39.0, "score_bound": 39.0}),
+        (-35.0, 1e35, {"threshold": -39.0}),
+        (95.0, 1e35, {}),
+        (1.0, 3e38, {"score_bound": 8.0}),
+        (1.0, 1e-35, {"score_bound": 16.0}),
+        (1.0, 1e-35, {"score_bound": 16.0, "threshold": -100.0}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tolerance", [None, 0.0])
+def test_the_mean_of_values_of_any_size_is_of_their_size(
+    impl: str, score: float, size: float, options: dict[str, object], tolerance: float | None
+) -> None:
+    query, key, value, gate = all_kept(63, -0.1)
+    inputs = (query, key * score * torch.linspace(1.0, 0.9, 63)[:, None], value.clamp(-1, 1) * size, gate)
+    options = {"tolerance": tolerance, **options}
+    grad = torch.ones_like(value) / size
+    exact = gradients(tuple(x.double() for x in inputs), grad.double(), impl="reference", **options)
+    found = gradients(inputs, grad, impl=impl, **options)
+    # Logits near 95 are rounded to 4e-6 before they are exponentiated. Gradients are sums of terms of these sizes.
+    for ours, right, term in zip(found, exact, (size, abs(score), 1.0, 1.0 / size, 1.0), strict=True):
+        assert_close(ours.double(), right, rtol=3e-5, atol=3e-5 * term)
+    query, key, value, gate = inputs
+    for row in (0, 31, 62):
+        until = slice(row + 1)
+        decoded = threshold_relative_attention(
+            query[:, :, [row]], key[:, :, until], value[:, :, until], gate[:, :, [row]], impl=impl, **options
+        )
+        if impl == "cpu":
+            assert torch.equal(decoded, found[0][:, :, [row]])
+        assert_close(decoded[0, 0, 0].double(), exact[0][0, 0, row], rtol=3e-5, atol=3e-5 * size)
+
+
 MESSAGE = "score_bound must bound the absolute scores of all kept keys, got 8.0 and a larger score"
 
 

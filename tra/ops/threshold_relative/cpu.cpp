@@ -6,8 +6,9 @@
 // no row causally, so any rows may share lanes, and the cost follows the sum of the rows' own reaches.
 //
 // One order of summation everywhere: scores are one chain of multiply_add() over the components,
-// rows add keys from near to far, keys add rows from the last to the first, always one at a time.
-// Tiles, lanes, threads, batch and padding then only decide what is skipped, never what is computed.
+// rows add keys from near to far, one at a time within spans that are the same for all (kSpan), and keys
+// add rows from the last to the first. Tiles, lanes, threads, batch and padding then only decide what is
+// skipped, never what is computed.
 #include <algorithm>
 #include <cstdint>
 #ifdef __linux__

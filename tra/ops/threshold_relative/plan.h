@@ -58,9 +58,14 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr int64_t kWidest = 256;
 // One row of any kind, in fp32.
 typedef float Components[kWidest];
-// Scores within this bound are exponentiated as they are; beyond it a first walk finds the row's
-// largest logit. Leaves e^40 * 2^24 keys * any sensible value inside fp32.
-constexpr double kSafeBound = 40.0;
+// Where the kept scores of a row span no more than this, the least of them is its offset, and weights
+// lie between 1 and e^40; otherwise a first walk finds the row's largest logit.
+constexpr double kSafeSpread = 40.0;
+// A row sums its weights and values over one span of keys after another, and adds each sum to its
+// totals with what rounding takes away: chains of additions stay short, however long the row. Spans are
+// counted from the first key that is not padding, so that they are the same for every row and call.
+// Where products are rounded as well, a third as many keep to the promised accuracy.
+constexpr int64_t kSpan = (kFuses ? 24 : 8) * kKeys;
 // Computed scores and norms may pass their exact bounds by rounding.
 constexpr double kBoundSlack = 1.001;
 // And where queries and keys were rounded to their type, by this much more.
@@ -105,6 +110,9 @@ double dot(const float* a, const float* b, int64_t count) {
     return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
 }
 
+// The least score that a kept key can have where scores are bounded.
+double least_score(const TraProblem& p, double bound) { return std::max(double(p.threshold), -bound); }
+
 // Keys beyond count C weigh at most sum_{c > C} e^(U + g (c - 1)) = e^(U + g C) / (1 - e^g), while
 // the first C weigh at least sum_{c <= C} e^(T + g (c - 1)) = e^T (1 - e^(g C)) / (1 - e^g), with
 // U and T the largest and least possible kept score. Dropping a mass of r times the rest moves the
@@ -113,7 +121,7 @@ double dot(const float* a, const float* b, int64_t count) {
 double decay_needed(const TraProblem& p, double bound) {
     double tolerance = p.tolerance * (1 - p.dropout);  // dropout scales what is left of the weights
     if (!(tolerance > 0)) return kInfinity;
-    double spread = std::max(bound - std::max(double(p.threshold), -bound), 0.0);
+    double spread = std::max(bound - least_score(p, bound), 0.0);
     double odds = spread + std::log(2 / tolerance);  // ln((1 - x) / x)
     return (odds > 0 ? odds + std::log1p(std::exp(-odds)) : std::log1p(std::exp(odds))) * (1 + 1e-9);
 }
@@ -128,10 +136,12 @@ struct Plan {
     uint32_t drop_below;                 // a weight is dropped when its random bits are less
     float drop_scale;                    // what the others are multiplied by
     double decay;                        // decay_needed() if the bound is the same for all rows
+    bool all_safe;                       // no row needs a first walk
     float largest_score;                 // that a kept key may have by the caller's word
     mutable std::atomic<bool> bound_broken{false};  // one had a larger one
     std::vector<float> largest_norm;     // [batch, key head, key]: over this key and all before it
     std::vector<int32_t> segment_start;  // [batch, key]: the first key of the same document
+    std::vector<std::vector<int32_t>> span_starts;  // [batch]: of padded sequences, the first key of each span
 
     explicit Plan(const TraProblem& p) : problem(p), type(Type(p.type)) {
         auto stride = [](int64_t width) {
@@ -144,9 +154,12 @@ struct Plan {
         value_lanes = round_up(p.value_width, kWidth);
         drop_below = uint32_t(std::floor(p.dropout * 4294967296.0));
         drop_scale = p.dropout > 0 ? float(1 / (1 - p.dropout)) : 1.0f;
-        decay = decay_needed(p, p.score_bound * kBoundSlack);
-        largest_score = p.score_bound < 0 ? kInfinity : float(p.score_bound * kBoundSlack * kTypeSlack[type]);
+        const double bound = p.score_bound * kBoundSlack;
+        decay = decay_needed(p, bound);
+        all_safe = bound >= 0 && bound - least_score(p, bound) <= kSafeSpread;
+        largest_score = p.score_bound < 0 ? kInfinity : float(bound * kTypeSlack[type]);
         if (p.segment_ids) find_segments();
+        if (p.key_mask) find_spans();
         if (p.score_bound < 0) largest_norm.resize(p.batch * p.key_heads * p.key_length);
     }
 
@@ -157,6 +170,13 @@ struct Plan {
     int32_t segment(int64_t batch, int64_t key) const {
         const TraProblem& p = problem;
         return p.segment_ids ? p.segment_ids[batch * p.segment_stride[0] + key * p.segment_stride[1]] : 0;
+    }
+    // The first key of the span that `key` belongs to.
+    int64_t span_start(int64_t batch, int64_t key) const {
+        if (!problem.key_mask) return key - key % kSpan;
+        const std::vector<int32_t>& starts = span_starts[batch];
+        auto after = std::upper_bound(starts.begin(), starts.end(), key);
+        return after == starts.begin() ? 0 : *(after - 1);
     }
     // Where a row of the tensor begins, in elements.
     int64_t place(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position) const {
@@ -191,6 +211,32 @@ struct Plan {
                 segment_start[batch * p.key_length + key] =
                     first.emplace(segment(batch, key), int32_t(key)).first->second;
         }
+    }
+    void find_spans() {
+        const TraProblem& p = problem;
+        span_starts.resize(p.batch);
+        for (int64_t batch = 0; batch < p.batch; batch++) {
+            int64_t before = 0;  // keys that are not padding
+            for (int64_t begin = 0; begin < p.key_length; begin += kSpan) {
+                // At most one span starts in a stretch of this many keys.
+                const int64_t end = std::min(begin + kSpan, p.key_length);
+                const int64_t until = before + count_valid(batch, begin, end);
+                int64_t start = round_up(before, kSpan) - before, key = begin;
+                if (before + start < until) {
+                    for (; start || !valid(batch, key); key++) start -= valid(batch, key);
+                    span_starts[batch].push_back(int32_t(key));
+                }
+                before = until;
+            }
+        }
+    }
+    int64_t count_valid(int64_t batch, int64_t begin, int64_t end) const {
+        const int64_t stride = problem.key_mask_stride[1];
+        const uint8_t* mask = problem.key_mask + batch * problem.key_mask_stride[0] + begin * stride;
+        int32_t count = 0;
+        if (stride == 1) for (int64_t n = 0; n < end - begin; n++) count += mask[n] != 0;  // in vectors
+        else for (int64_t n = 0; n < end - begin; n++) count += mask[n * stride] != 0;
+        return count;
     }
     // A maximum over the visible keys alone: the bound of a row is then the same decoded or
     // prefilled, padded or not.

@@ -12,7 +12,8 @@ struct Row {
     int64_t batch, head, query;  // indices
     int32_t position, segment = 0, first_key = 0;
     float gate, limit = 0;  // the row is done when it has counted this many keys
-    bool safe = true;       // its logits need no offset
+    float offset = 0;       // subtracted from its logits,
+    bool safe = true;       // unless a first walk must find a better one
     TraRowState* state;
     uint32_t random_low = 0, random_high = 0;  // words of the dropout generator
 };
@@ -38,8 +39,9 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
         if (bound > 0)  // 0 bounds the scores of a query of zeros even where a key's norm is infinite
             bound *= plan.largest_norm[(batch * p.key_heads + head / plan.group) * p.key_length + row.position];
     }
-    double least = std::max(double(p.threshold), -bound);
-    row.safe = bound <= kSafeBound && least >= -kSafeBound;
+    const double least = least_score(p, bound);
+    row.safe = bound - least <= kSafeSpread;
+    row.offset = float(least);
     double exponent = p.score_bound < 0 ? decay_needed(p, bound) : plan.decay;
     row.limit = row.gate < 0 ? float(std::min(std::ceil(exponent / -row.gate), 1e9)) : kInfinity;
     row.segment = plan.segment(batch, row.position);
@@ -52,25 +54,32 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
     return true;
 }
 
-// Normalises the weighted sum of values, in place, and writes it.
-void finish_forward(const Plan& plan, const Row& row, float offset, float sum, float poison, float* output) {
+// Divides the weighted sum of values by that of weights, in place, and writes it.
+void finish_forward(const Plan& plan, const Row& row, TraRowState state, float sum, float* output) {
     const TraProblem& p = plan.problem;
-    *row.state = {offset, sum + poison};
-    float inverse = (sum == 0 ? 0.0f : plan.drop_scale / sum) + poison;
-    for (int64_t d = 0; d < p.value_width; d++) output[d] = output[d] * inverse + 0.0f;  // -0 becomes 0
+    *row.state = state;
+    // A product with 1 / sum would round once more. -0 becomes 0.
+    for (int64_t d = 0; d < p.value_width; d++) output[d] = output[d] * plan.drop_scale / sum + 0.0f;
     plan.write(p.output, row.batch, row.head, row.query, p.value_width, output);
+}
+
+// The same for a row as it was walked. False: its sum overflowed, and nothing is written.
+bool finish_forward(const Plan& plan, const Row& row, float offset, float sum, float* output) {
+    if (!all_finite(output, plan.problem.value_width)) return false;
+    finish_forward(plan, row, {offset, sum}, sum == 0 ? 1 : sum, output);
+    return true;
 }
 
 // A row that keeps nothing.
 void empty_forward(const Plan& plan, const Row& row) {
     Components zeros = {};
-    finish_forward(plan, row, 0, 0, 0, zeros);
+    finish_forward(plan, row, {0, 0}, 1, zeros);
 }
 
 // A row that is not finite.
 void spoil_forward(const Plan& plan, const Row& row) {
     Components zeros = {};
-    finish_forward(plan, row, 0, 1, kNaN, zeros);
+    finish_forward(plan, row, {0, kNaN}, kNaN, zeros);
 }
 
 // The gradient of the output, and delta = gradient . output. False: not finite.
@@ -112,7 +121,7 @@ class SingleRow {
         const TraProblem& p = problem_;
         Row row;
         const float* components;
-        Components query_room, value_room, output = {};
+        Components query_room;
         if (!open_row(plan_, batch, head, query, query_room, components, row)) return spoil_forward(plan_, row);
         if (row.position < 0) return empty_forward(plan_, row);
         const int64_t key_head = head / plan_.group;
@@ -125,7 +134,7 @@ class SingleRow {
             weights_[c] = multiply_add(row.gate, float(c), scores_[c]);
             largest = std::max(largest, weights_[c]);
         }
-        const float offset = row.safe || !count ? 0 : largest;
+        const float offset = row.safe || !count ? row.offset : largest;
         if (!std::isfinite(offset)) return spoil_forward(plan_, row);
         for (int64_t c = 0; c < count; c += kWidth) {
             Floats logit;
@@ -135,21 +144,13 @@ class SingleRow {
             Floats weight = exponential(logit);
             std::memcpy(&weights_[c], &weight, sizeof weight);
         }
-        float sum = 0, sum_lost = 0, poison = 0;
-        for (int64_t c = 0; c < count; c++) {
-            const float weight = weights_[c];
-            add_term(sum, sum_lost, weight);
-            const float* value = plan_.look(p.value, batch, key_head, kept_[c], p.value_width, value_room);
-            if (!all_finite(value, p.value_width)) {
-                poison = kNaN;
-                continue;
-            }
-            if (plan_.drop_below &&
-                random_bits(uint32_t(kept_[c]), row.random_low, row.random_high) < plan_.drop_below)
-                continue;
-            for (int64_t d = 0; d < p.value_width; d++) output[d] = multiply_add(weight, value[d], output[d]);
-        }
-        finish_forward(plan_, row, offset, sum + sum_lost, poison, output);
+        if (!add_up(row, key_head)) return spoil_forward(plan_, row);
+        const float sum = total_[p.value_width];
+        if (finish_forward(plan_, row, offset, sum, total_)) return;
+        // Values near the largest number: their sum has no place, but their mean has.
+        for (float& weight : weights_) weight /= sum;
+        add_up(row, key_head);
+        finish_forward(plan_, row, {offset, sum}, 1, total_);
     }
 
    private:
@@ -187,10 +188,39 @@ class SingleRow {
         }
     }
 
+    // The sum of values by weight and, behind it, that of weights: span by span, from near to far. False: one of
+    // the values is not finite.
+    bool add_up(const Row& row, int64_t key_head) {
+        const TraProblem& p = problem_;
+        const int64_t width = p.value_width, count = int64_t(kept_.size());
+        Components room;
+        float partial[kWidest + 1], lost[kWidest + 1];
+        for (float* sums : {partial, lost, total_}) std::fill_n(sums, width + 1, 0.0f);
+        int64_t span = count ? plan_.span_start(row.batch, kept_[0]) : 0;
+        for (int64_t c = 0; c < count; c++) {
+            if (kept_[c] < span) {
+                settle(partial, total_, lost, width + 1);
+                span = plan_.span_start(row.batch, kept_[c]);
+            }
+            const float weight = weights_[c];
+            partial[width] += weight;
+            const float* value = plan_.look(p.value, row.batch, key_head, kept_[c], width, room);
+            if (!all_finite(value, width)) return false;
+            if (plan_.drop_below &&
+                random_bits(uint32_t(kept_[c]), row.random_low, row.random_high) < plan_.drop_below)
+                continue;
+            for (int64_t d = 0; d < width; d++) partial[d] = multiply_add(weight, value[d], partial[d]);
+        }
+        settle(partial, total_, lost, width + 1);
+        for (int64_t d = 0; d <= width; d++) total_[d] += lost[d];
+        return true;
+    }
+
     const Plan& plan_;
     const TraProblem& problem_;
     std::vector<int64_t> kept_;
     std::vector<float> scores_, weights_;  // of the kept keys; weights_ holds their logits first
+    float total_[kWidest + 1];
 };
 
 // About how many multiplications single rows will take, if half of the keys are kept.

@@ -27,6 +27,13 @@ constexpr int kWidth = 4, kVectors = 2, kKeys = 4;
 #endif
 constexpr int kLanes = kVectors * kWidth;
 
+// Without a fused instruction multiply_add() rounds twice.
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool kFuses = true;
+#else
+constexpr bool kFuses = false;
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * kWidth), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * kWidth), may_alias));
@@ -38,11 +45,7 @@ inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = va
 inline Floats splat(float value) { return value - Floats{}; }  // unlike + 0, folds away
 
 inline float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;  // no fused instruction: both the scalar and the vector form round twice
-#endif
+    return kFuses ? __builtin_fmaf(a, b, c) : a * b + c;
 }
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -108,6 +111,14 @@ inline void add_term(Number& sum, Number& lost, Number term) {
     Number larger = sum + term;
     lost += term - (larger - sum);
     sum = larger;
+}
+
+// Adds a row of partial sums to its totals, and starts them anew.
+inline void settle(float* partial, float* total, float* lost, long count) {
+    for (long d = 0; d < count; d++) {
+        add_term(total[d], lost[d], partial[d]);
+        partial[d] = 0;
+    }
 }
 
 // What multiply() does with what its result holds already: nothing, go on summing from there, or add

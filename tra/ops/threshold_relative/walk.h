@@ -20,6 +20,17 @@ constexpr int64_t kShortChain = 32;
 // finds the offsets of such rows.
 enum class Mode { kMaximum, kForward, kBackward };
 
+// A sum for each lane, span by span.
+struct LaneSums {
+    float partial[kLanes], total[kLanes], lost[kLanes];
+    void settle() { ::settle(partial, total, lost, kLanes); }
+    float result(int lane) const {
+        float whole = total[lane], rest = lost[lane];
+        add_term(whole, rest, partial[lane]);
+        return whole + rest;
+    }
+};
+
 // What rows carry along on their walk, a lane for each. Every member is an array of kLanes numbers of
 // four bytes: move_lane() and clear_lane() take a struct of them as the matrix that it is.
 struct alignas(64) CommonLanes {
@@ -44,19 +55,17 @@ struct Lanes<Mode::kMaximum> : CommonLanes {
 
 template <>
 struct Lanes<Mode::kForward> : CommonLanes {
-    float sum[kLanes];       // of weights,
-    float sum_lost[kLanes];  // and what it lost by rounding
-    float poison[kLanes];    // NaN once the row has kept a value that is not finite
+    LaneSums sum;          // of weights
+    float poison[kLanes];  // NaN once the row has kept a value that is not finite
 };
 
 template <>
 struct Lanes<Mode::kBackward> : CommonLanes {
     float delta[kLanes];
-    float inverse[kLanes];         // one over the sum that forward found
-    float grad_gate[kLanes];       // sum of gradients times distances,
-    float grad_gate_lost[kLanes];  // and what it lost by rounding
-    float grad_sum[kLanes];        // of gradients: zero but for rounding
-    float mean[kLanes];            // distance: sum of weights times distances
+    float inverse[kLanes];  // one over the sum that forward found
+    LaneSums grad_gate;     // of gradients times distances
+    LaneSums grad_sum;      // of gradients: zero but for rounding
+    LaneSums mean;          // distance: sum of weights times distances
 };
 
 template <class Struct>
@@ -79,6 +88,7 @@ struct Group {
     Lanes<kMode> lanes;
     Row row[kLanes];
     uint64_t active;          // one bit per lane
+    uint64_t settled;         // rows whose results have totals
     int32_t lowest, highest;  // positions seen since the group was last empty
 
     Group() { clear(); }
@@ -86,7 +96,7 @@ struct Group {
     void clear() {
         lanes = {};
         std::fill_n(lanes.limit, kLanes, -1.0f);
-        active = 0;
+        active = settled = 0;
         lowest = std::numeric_limits<int32_t>::max();
         highest = -1;
     }
@@ -95,6 +105,7 @@ struct Group {
         if (!active) clear();
         int lane = __builtin_ctzll(~active);
         active |= uint64_t(1) << lane;
+        settled &= ~(uint64_t(1) << lane);
         row[lane] = entering;
         lowest = std::min(lowest, entering.position);
         highest = std::max(highest, entering.position);
@@ -109,6 +120,7 @@ struct Group {
 // Valid keys of one stretch, nearest first, packed as fp32 rows.
 struct Tile {
     int64_t low, high;  // the stretch [low, high)
+    bool ends_span;
     int64_t count;
     int32_t index[kLargeTile];
     int32_t segment[kLargeTile];
@@ -149,17 +161,17 @@ struct Rule<Mode::kForward, kDrops> {
     Lanes<Mode::kForward>& lanes;
     const int at;
     const Words random_low, random_high;
-    Floats sum, sum_lost;
+    Floats sum;
     int64_t bad = 0;  // how many of the tile's bad values are behind us
 
     Rule(const Plan& p, const Tile& t, int64_t first, float*, Lanes<Mode::kForward>& of, int lane)
         : plan(p), tile(t), lanes(of), at(lane), random_low(load(of.random_low + lane)),
-          random_high(load(of.random_high + lane)), sum(load(of.sum + lane)), sum_lost(load(of.sum_lost + lane)) {
+          random_high(load(of.random_high + lane)), sum(load(of.sum.partial + lane)) {
         while (bad < tile.bad_count && tile.bad[bad] < first) bad++;
     }
     void meet(int64_t k, Ints counts, Floats logit, Floats, float* place) {
         Floats weight = weight_of(counts, logit);
-        add_term(sum, sum_lost, weight);
+        sum += weight;
         if (__builtin_expect(bad < tile.bad_count && tile.bad[bad] == k, 0)) {
             store(lanes.poison + at, counts ? splat(kNaN) : load(lanes.poison + at));
             bad++;
@@ -170,10 +182,7 @@ struct Rule<Mode::kForward, kDrops> {
         }
         store(place, weight);
     }
-    void save() {
-        store(lanes.sum + at, sum);
-        store(lanes.sum_lost + at, sum_lost);
-    }
+    void save() { store(lanes.sum.partial + at, sum); }
 };
 
 template <bool kDrops>
@@ -185,13 +194,13 @@ struct Rule<Mode::kBackward, kDrops> {
     const int at;
     const Words random_low, random_high;
     const Floats delta, inverse;
-    Floats grad_gate, grad_gate_lost, grad_sum, mean;
+    Floats grad_gate, grad_sum, mean;
 
     Rule(const Plan& p, const Tile& t, int64_t, float* products, Lanes<Mode::kBackward>& of, int lane)
         : plan(p), tile(t), grads(products), lanes(of), at(lane), random_low(load(of.random_low + lane)),
           random_high(load(of.random_high + lane)), delta(load(of.delta + lane)), inverse(load(of.inverse + lane)),
-          grad_gate(load(of.grad_gate + lane)), grad_gate_lost(load(of.grad_gate_lost + lane)),
-          grad_sum(load(of.grad_sum + lane)), mean(load(of.mean + lane)) {}
+          grad_gate(load(of.grad_gate.partial + lane)), grad_sum(load(of.grad_sum.partial + lane)),
+          mean(load(of.mean.partial + lane)) {}
     void meet(int64_t k, Ints counts, Floats logit, Floats distance, float* place) {
         float* grad_place = grads + k * kLanes + at;
         Floats weight = weight_of(counts, logit) * inverse, dropped = weight, grad_weight = load(grad_place);
@@ -201,17 +210,16 @@ struct Rule<Mode::kBackward, kDrops> {
             grad_weight = stays ? grad_weight * plan.drop_scale : Floats{};
         }
         Floats grad = weight * (grad_weight - delta);
-        add_term(grad_gate, grad_gate_lost, grad * distance);
+        grad_gate = multiply_add(grad, distance, grad_gate);
         grad_sum += grad;
         mean = multiply_add(weight, distance, mean);
         store(place, dropped);
         store(grad_place, grad);
     }
     void save() {
-        store(lanes.grad_gate + at, grad_gate);
-        store(lanes.grad_gate_lost + at, grad_gate_lost);
-        store(lanes.grad_sum + at, grad_sum);
-        store(lanes.mean + at, mean);
+        store(lanes.grad_gate.partial + at, grad_gate);
+        store(lanes.grad_sum.partial + at, grad_sum);
+        store(lanes.mean.partial + at, mean);
     }
 };
 
@@ -223,7 +231,9 @@ class Walk {
         result_width_ = backward ? plan.width_lanes : kMode == Mode::kForward ? plan.value_lanes : 0;
         grad_at_ = problem_.width * kLanes;
         result_at_ = grad_at_ + (backward ? problem_.value_width * kLanes : 0);
-        query_rows_at_ = result_at_ + result_width_ * round_up(kLanes, kKeys);
+        total_at_ = result_at_ + result_width_ * round_up(kLanes, kKeys);
+        lost_at_ = total_at_ + result_width_ * kLanes;
+        query_rows_at_ = lost_at_ + result_width_ * kLanes;
         grad_rows_at_ = query_rows_at_ + (backward ? plan.width_lanes * kLanes : 0);
         group_size_ = grad_rows_at_ + (backward ? plan.value_lanes * kLanes : 0);
         group_size_ = round_up(group_size_, 64);
@@ -259,6 +269,7 @@ class Walk {
             }
             tile_.high = tile_.low;
             tile_.low = next_low_;
+            tile_.ends_span = tile_.low == span_;
             pack_tile();
             const int64_t low = choose_next_low();
             const size_t groups = groups_.size();
@@ -280,8 +291,10 @@ class Walk {
    private:
     int64_t position_of(int64_t query) const { return query + problem_.key_length - problem_.query_length; }
     int64_t choose_next_low() {
+        if (!tile_.low) return next_low_ = 0;
         bool large = !(problem_.tolerance > 0) || active_ > kManyRows;
-        return next_low_ = std::max<int64_t>(0, tile_.low - (large ? kLargeTile : kSmallTile));
+        span_ = plan_.span_start(batch_, tile_.low - 1);
+        return next_low_ = std::max(span_, tile_.low - (large ? kLargeTile : kSmallTile));
     }
     // Rows at or after `low` take free lanes.
     void admit(int64_t low, size_t group) {
@@ -318,7 +331,7 @@ class Walk {
         if (kMode == Mode::kMaximum) {
             if (!fine || row.safe) return;
         } else if (kMode == Mode::kForward) {
-            if (!row.safe) offset = row.state->offset;
+            offset = row.safe ? row.offset : row.state->offset;
             if (!fine || !std::isfinite(offset)) return spoil_forward(plan_, row);
             if (row.position < 0) return empty_forward(plan_, row);
         } else {
@@ -436,8 +449,10 @@ class Walk {
         if (kMode == Mode::kForward) {
             if (__builtin_expect(beyond != 0, 0)) check_bound<kCount>(group, base, first, counted);
             add_keys(group.active, first, weights, values_.data, plan_.value_stride, base + result_at_);
+            if (tile_.ends_span) settle(group, base);
         } else if (kMode == Mode::kBackward) {
             add_keys(group.active, first, grads, keys_.data, plan_.key_stride, base + result_at_);
+            if (tile_.ends_span) settle(group, base);
             std::memset(weights, 0, first * kLanes * sizeof(float));
             std::memset(grads, 0, first * kLanes * sizeof(float));
         }
@@ -456,6 +471,32 @@ class Walk {
             for (; d < result_width_; d += kWidth, terms.a += kWidth)
                 multiply<1, 1, false>(terms, to + d, result_width_, Onto::kSum);
         }
+    }
+
+    // At the end of a span, the sums over it go to their totals.
+    void settle(Group<kMode>& group, float* base) {
+        if constexpr (kMode == Mode::kForward) group.lanes.sum.settle();
+        if constexpr (kMode == Mode::kBackward)
+            for (LaneSums* sums : {&group.lanes.grad_gate, &group.lanes.grad_sum, &group.lanes.mean}) sums->settle();
+        for (uint64_t left = group.active; left; left &= left - 1) settle_row(group, base, __builtin_ctzll(left));
+    }
+    // Totals are not even cleared for rows that end within their first span.
+    void settle_row(Group<kMode>& group, float* base, int lane) {
+        const int64_t at = lane * result_width_;
+        float *partial = base + result_at_ + at, *total = base + total_at_ + at, *lost = base + lost_at_ + at;
+        if (!(group.settled >> lane & 1))
+            for (float* sums : {total, lost}) std::memset(sums, 0, result_width_ * sizeof(float));
+        group.settled |= uint64_t(1) << lane;
+        ::settle(partial, total, lost, result_width_);
+    }
+    // What a row has summed up, in place.
+    float* result(Group<kMode>& group, float* base, int lane) {
+        const int64_t at = lane * result_width_;
+        if (!(group.settled >> lane & 1)) return base + result_at_ + at;
+        settle_row(group, base, lane);
+        float *total = base + total_at_ + at, *lost = base + lost_at_ + at;
+        for (int64_t d = 0; d < result_width_; d++) total[d] += lost[d];
+        return total;
     }
 
     // Walks one vector of rows past the keys of the tile: which are kept, and at what distance. As a call
@@ -512,6 +553,8 @@ class Walk {
     // Gradients of the tile's keys and values: every row that sees them is under way, so they are
     // complete after this. Rows are taken in order of entry, wherever their lanes are.
     void finish_keys() {
+        // Chains of this many rows keep sums over thousands of them exact. Who is in a chain depends on the tiles,
+        // but a head is walked by one thread, whatever the others do.
         const int64_t rows = int64_t(order_.size()), batch_rows = 128, keys = tile_.count;
         if (!keys) return filter_order();
         query_index_.resize(rows);
@@ -544,14 +587,15 @@ class Walk {
     }
     void add_rows(int64_t begin, int64_t count, const float* weights, const std::vector<int64_t>& index,
                   int64_t width, float* to) {
+        const Onto onto = begin ? Onto::kTotal : Onto::kNothing;
         for (int64_t k = 0; k < tile_.count; k += kKeys) {
             int64_t d = 0;
             Terms terms{count, arena_.data, 0, weights + k * kLanes, 0, index.data() + begin,
                         weight_index_.data() + begin};
             for (; d + kLanes <= width; d += kLanes, terms.a += kLanes)
-                multiply<kVectors, kLanes, true>(terms, to + k * width + d, width, begin ? Onto::kSum : Onto::kNothing);
+                multiply<kVectors, kLanes, true>(terms, to + k * width + d, width, onto);
             for (; d < width; d += kWidth, terms.a += kWidth)
-                multiply<1, kLanes, true>(terms, to + k * width + d, width, begin ? Onto::kSum : Onto::kNothing);
+                multiply<1, kLanes, true>(terms, to + k * width + d, width, onto);
         }
     }
 
@@ -577,13 +621,14 @@ class Walk {
             while (groups_[to].full()) to++;
             Group<kMode> &source = groups_[from], &target = groups_[to];
             const int free = target.take(source.row[lane]);
+            target.settled |= (source.settled >> lane & 1) << free;
             move_lane(source.lanes, lane, target.lanes, free);
             float *old_base = data(from), *new_base = data(to);
             auto move_row = [&](int64_t at, int64_t width) {
                 std::memcpy(new_base + at + free * width, old_base + at + lane * width, width * sizeof(float));
             };
             for (int64_t at = 0; at < result_at_; at += kLanes) new_base[at + free] = old_base[at + lane];
-            move_row(result_at_, result_width_);
+            for (int64_t at : {result_at_, total_at_, lost_at_}) move_row(at, result_width_);
             if (kMode == Mode::kBackward) {
                 move_row(query_rows_at_, plan_.width_lanes);
                 move_row(grad_rows_at_, plan_.value_lanes);
@@ -596,17 +641,18 @@ class Walk {
     void leave(size_t group, int lane) {
         const Lanes<kMode>& lanes = groups_[group].lanes;
         const Row& row = groups_[group].row[lane];
-        float* result = data(group) + result_at_ + lane * result_width_;
+        float* sums = result(groups_[group], data(group), lane);
         if constexpr (kMode == Mode::kMaximum) {
             row.state->offset = lanes.count[lane] > 0 ? lanes.largest[lane] : 0;
         } else if constexpr (kMode == Mode::kForward) {
-            float sum = lanes.sum[lane] + lanes.sum_lost[lane];
-            finish_forward(plan_, row, lanes.offset[lane], sum, lanes.poison[lane], result);
+            if (std::isnan(lanes.poison[lane])) spoil_forward(plan_, row);
+            else if (!finish_forward(plan_, row, lanes.offset[lane], lanes.sum.result(lane), sums))
+                SingleRow(plan_).run(row.batch, row.head, row.query);
         } else {
             // Distances are taken from their mean: an error in delta, which shifts all gradients of a row in
             // proportion to their weights, then cancels instead of being multiplied by the mean distance.
-            float shift = lanes.mean[lane] * lanes.grad_sum[lane];
-            finish_backward(plan_, row, result, lanes.grad_gate[lane] + (lanes.grad_gate_lost[lane] - shift));
+            float shift = lanes.mean.result(lane) * lanes.grad_sum.result(lane);
+            finish_backward(plan_, row, sums, lanes.grad_gate.result(lane) - shift);
         }
         groups_[group].release(lane);
         active_--;
@@ -615,7 +661,7 @@ class Walk {
     const Plan& plan_;
     const TraProblem& problem_;
     int64_t batch_ = 0, key_head_ = 0;
-    int64_t next_low_ = 0;                           // where the tile after this one ends
+    int64_t next_low_ = 0, span_ = 0;                // where the tile after this one ends, and its span
     int64_t active_ = 0;                             // rows under way
     int64_t next_ = 0, next_member_ = 0, last_ = 0;  // the next to enter, its head in the group; the last
     std::vector<Group<kMode>> groups_;
@@ -623,7 +669,7 @@ class Walk {
     std::vector<int64_t> query_index_, grad_index_, weight_index_;
     // Parts of a group in the arena: components by lane, for backward also row by row, and row by row
     // what the walk sums up for the row: its output in forward, its query's gradient in backward.
-    int64_t grad_at_, result_at_, result_width_, query_rows_at_, grad_rows_at_, group_size_;
+    int64_t grad_at_, result_at_, total_at_, lost_at_, result_width_, query_rows_at_, grad_rows_at_, group_size_;
     Buffer arena_, keys_, values_, scores_, weights_, grads_, grad_keys_, grad_values_;
     Tile tile_;
 };
@@ -654,7 +700,7 @@ struct ForwardWorker {
         int64_t blocks = (p.query_length + size - 1) / size;
         int64_t block = blocks - 1 - item / heads, head = item % heads;
         int64_t begin = block * size, end = std::min(p.query_length, begin + size);
-        if (p.score_bound < 0 || p.score_bound * kBoundSlack > kSafeBound || p.threshold < -kSafeBound)
+        if (!plan.all_safe)
             maximum.run(head / p.key_heads, head % p.key_heads, begin, end);
         forward.run(head / p.key_heads, head % p.key_heads, begin, end);
     }
