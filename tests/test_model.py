@@ -2,7 +2,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -65,6 +65,18 @@ def test_initialisation_is_the_papers() -> None:
     assert model.embedding.weight.abs().max() <= 0.01
     assert model.embedding.weight.std().item() == pytest.approx(0.02 / 12**0.5, rel=0.02)
     assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_tied_embeddings_are_one_tensor_that_begins_as_a_head_does() -> None:
+    config = sized("mini", vocabulary=2_000, tied_embeddings=True)
+    model = Decoder(config)
+    assert model.head.weight is model.embedding.weight
+    assert 0.0195 < model.head.weight.std() < 0.0205
+    plain = Decoder(replace(config, tied_embeddings=False))
+    assert sum(x.numel() for x in plain.parameters()) - sum(x.numel() for x in model.parameters()) == 2_000 * 256
+    tokens = torch.randint(2_000, (2, 5))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens), model.hidden(tokens) @ model.embedding.weight.T)
 
 
 @torch.no_grad()
@@ -187,6 +199,18 @@ def test_hidden_from_embedded_tokens_and_what_each_block_reads() -> None:
     assert torch.equal(streams[0], model.embedding(tokens))
     assert torch.equal(streams[1], model.blocks[0](streams[0], Context()))
     assert len(streams) == 2
+
+
+def test_the_first_blocks_alone() -> None:
+    model = Decoder(sized("mini", attention="fot")).eval()
+    shallow = Decoder(replace(model.config, layers=2)).eval()
+    shallow.load_state_dict({name: x for name, x in model.state_dict().items() if name in shallow.state_dict()})
+    tokens, cache = torch.randint(6, (2, 9)), model.new_cache()[:2]
+    with torch.no_grad():
+        found = [model.hidden_from(model.embedded(piece), cache=cache, layers=2) for piece in tokens.split(5, dim=1)]
+        torch.testing.assert_close(torch.cat(found, dim=1), shallow.hidden(tokens))
+    with pytest.raises(ValueError, match="cache must be a list of 4, one Cache for each layer, got 2"):
+        model(tokens, cache=cache)
 
 
 @pytest.mark.parametrize("attention", sorted(MECHANISMS))

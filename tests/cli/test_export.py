@@ -33,6 +33,13 @@ def test_the_folder_is_made_and_printed(finished_run: Path, tmp_path: Path, caps
     assert {"config.json", "model.safetensors", "README.md"} <= {file.name for file in folder.iterdir()}
 
 
+def test_the_file_that_leads_to_the_package_is_optional(finished_run: Path, tmp_path: Path, capsys: Captured) -> None:
+    for words, expected in (([], ["tra_model.py"]), (["--no-auto-map"], [])):
+        folder = tmp_path / str(len(words))
+        shows(["export", str(finished_run), str(folder), *words], capsys)
+        assert [file.name for file in folder.glob("*.py")] == expected
+
+
 def test_a_wrong_argument_is_one_line(finished_run: Path, tmp_path: Path, capsys: Captured) -> None:
     assert fails(["export", str(finished_run)], capsys) == "FOLDER must be given; see tra export --help"
     error = fails(["export", str(tmp_path), str(tmp_path / "model")], capsys)

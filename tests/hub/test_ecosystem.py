@@ -144,10 +144,11 @@ def test_trl_prefers_one_answer_to_another(kind: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     import datasets
 
+    build_kind(kind).save_pretrained(tmp_path / "model")  # where the other of the two models is read from
     count = 4
     rows = {"prompt": sentences(count), "chosen": [" w3 w4"] * count, "rejected": [" w5 w6"] * count}
     trainer = trl.DPOTrainer(
-        build_kind(kind),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
         args=trl_options(trl.DPOConfig, tmp_path, max_length=32),
         train_dataset=datasets.Dataset.from_dict(rows),
         processing_class=ended_tokenizer(),

@@ -1,8 +1,11 @@
 """A run as a folder for transformers."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from tra.runs import Run, load_run, train
 
 
 def test_exported_model_and_tokenizer_are_those_of_the_run(language_run: Path, exported: Path) -> None:
-    assert {path.suffix for path in exported.iterdir()} == {".json", ".md", ".safetensors"}
+    assert {path.suffix for path in exported.iterdir()} == {".json", ".md", ".safetensors", ".py"}
     model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     assert isinstance(model, TraForCausalLM)
     decoder = load_run(language_run).model
@@ -124,3 +127,53 @@ def test_the_example_of_a_card_runs(task_run: Run, tmp_path: Path, monkeypatch: 
     found: dict[str, object] = {}
     exec(example.group(1), found)
     assert isinstance(found["model"], TraForCausalLM)
+
+
+LOADS = """
+import sys
+import transformers
+assert "tra" not in sys.modules
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__module__ == "tra.hub.modeling", type(model)
+model.save_pretrained(sys.argv[2])
+classifier = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[2], trust_remote_code=True)
+print(type(classifier).__name__, transformers.AutoTokenizer.from_pretrained(sys.argv[1]).eos_token)
+"""
+
+
+def in_another_process(program: str, *arguments: object, **surroundings: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, **surroundings}, check=False)
+
+
+def test_a_tool_that_knows_a_folder_only_finds_the_package(exported: Path, tmp_path: Path) -> None:
+    home = {"HF_HOME": str(tmp_path / "home")}
+    done = in_another_process(LOADS, exported, tmp_path / "again", **home)
+    assert done.stdout.split() == ["TraForSequenceClassification", "<|endoftext|>"], done.stderr
+    assert (tmp_path / "again" / "tra_model.py").read_text() == (exported / "tra_model.py").read_text()
+    assert [file.name for file in (tmp_path / "again").glob("*.py")] == ["tra_model.py"]
+    assert "--" not in (tmp_path / "again" / "config.json").read_text(), "it leads to no other folder"
+    # Without the package, one line says what to install.
+    hidden = "import sys; sys.modules['tra'] = None\n" + LOADS.replace('assert "tra" not in sys.modules', "")
+    done = in_another_process(hidden, exported, tmp_path / "none", **home)
+    assert done.returncode == 1
+    assert "this model needs a package: pip install 'threshold-relative-attention[hub]'" in done.stderr.splitlines()[-1]
+
+
+def test_a_folder_without_the_file_that_leads_here(task_run: Run, tmp_path: Path) -> None:
+    export(task_run, tmp_path / "model", auto_map=False)
+    assert {path.suffix for path in (tmp_path / "model").iterdir()} == {".json", ".md", ".safetensors"}
+    assert "auto_map" not in json.loads((tmp_path / "model" / "config.json").read_text())
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "trust_remote_code" not in card
+    assert "pip install 'threshold-relative-attention[hub]'" in card
+
+
+def test_the_card_says_how_to_tune_and_to_evaluate(exported: Path) -> None:
+    card = (exported / "README.md").read_text()
+    assert "lm_eval --model hf --model_args pretrained=model,trust_remote_code=True,max_length=64 " in card
+    layers = re.search(r"all of them are ((?:`\w+`,? ?)+)", card.replace("\n", " "))
+    assert layers is not None
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    linear = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(re.findall(r"`(\w+)`", layers.group(1))) == linear - {"gate", "lm_head"}

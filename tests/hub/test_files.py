@@ -39,6 +39,30 @@ def test_a_saved_model_gives_the_same_bits(attention: str, tmp_path: Path) -> No
 
 
 @every_mechanism
+@torch.no_grad()
+def test_folders_written_before_the_head_had_a_name_of_its_own_still_load(attention: str, tmp_path: Path) -> None:
+    """Every weight was behind the prefix ``decoder.``, in version 0.1 and after."""
+    model, tokens = build(attention), prompt()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    assert all(name.startswith("model.decoder.") or name == "lm_head.weight" for name in stored)
+    old = {
+        "decoder.head.weight" if name == "lm_head.weight" else name.removeprefix("model."): tensor
+        for name, tensor in stored.items()
+    }
+    save_file(old, file, metadata={"format": "pt"})
+    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["missing_keys"] | found["unexpected_keys"]
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    base, found = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["missing_keys"] | found["unexpected_keys"]
+    assert torch.equal(base(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == stored.keys()
+
+
+@every_mechanism
 def test_a_new_model_starts_as_the_decoder_does(attention: str) -> None:
     torch.manual_seed(3)
     expected = Decoder(config(attention).decoder_config()).state_dict()

@@ -18,6 +18,16 @@ from tra.runs import load_run, train
 from tra.runs.checkpoint import Checkpoints
 
 
+def test_a_run_with_tied_embeddings_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    recipe = replace(TINY, steps=8, model=replace(TINY.model, tied_embeddings=True))
+    whole = train(recipe, tmp_path / "run").model
+    assert checkpoints(tmp_path / "run") == [4, 8]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000008")
+    found = train(recipe, tmp_path / "run").model
+    assert found.head.weight is found.embedding.weight
+    assert all(torch.equal(tensor, found.state_dict()[key]) for key, tensor in whole.state_dict().items())
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "state", "missing"])
 def test_damaged_checkpoint_is_reported_and_the_one_before_used(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "run"

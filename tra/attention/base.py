@@ -128,10 +128,11 @@ class Attention(nn.Module, ABC):
             projection(source).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for projection, source in ((self.query, located), (self.key, located), (self.value, x))
         )
-        if self.qk_norm:
-            query = F.rms_norm(query, (self.head_width,))
-            key = F.rms_norm(key, (self.head_width,))
-        return query, key, value
+        return self.normalised(query), self.normalised(key), value
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Queries or keys ``[B, H, L, D]`` with root mean square 1, if the mechanism wants them so."""
+        return F.rms_norm(x, (self.head_width,)) if self.qk_norm else x
 
 
 def check_stream(name: str, x: Tensor, width: int) -> None:

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from tra.attention import Cache
+from tra.attention import Attention, Cache
 from tra.model import Block, Decoder
 
 
@@ -117,15 +117,20 @@ class TraCache(transformers.Cache):
 
 def new_layers(decoder: Decoder, count: int) -> list[Any]:
     """Empty layers for the first blocks of a decoder."""
-    mechanisms = [block.attention for block in decoder.blocks if isinstance(block, Block)]
-    return [TraLayer(mechanism.revises_cache) for mechanism in mechanisms[:count]]
+    return [TraLayer(mechanism.revises_cache) for mechanism in mechanisms_of(decoder, count)]
+
+
+def mechanisms_of(decoder: Decoder, count: int) -> list[Attention]:
+    """Those of the first blocks."""
+    return [block.attention for block in decoder.blocks if isinstance(block, Block)][:count]
 
 
 def adopt(cache: Any, decoder: Decoder, count: int) -> list[Cache]:
     """What a decoder's first ``count`` blocks are to write to, in a cache of transformers'.
 
     The layers of a plain `DynamicCache`, which tools pass to any model, become :class:`TraLayer`s in the same cache, so
-    that whoever holds it sees it grow. Others are refused by name.
+    that whoever holds it sees it grow. Keys that it brings are normalised as all others are. Other kinds of cache are
+    refused by name.
     """
     if not isinstance(cache, transformers.Cache):
         raise ValueError(f"past_key_values must be a TraCache or a DynamicCache, got {type(cache).__name__}")
@@ -140,9 +145,9 @@ def adopt(cache: Any, decoder: Decoder, count: int) -> list[Cache]:
                     f"got a {type(cache).__name__} of {len(layers)} {type(layer).__name__}s"
                 )
         ours = new_layers(decoder, count)
-        for layer, given in zip(ours, layers, strict=False):
+        for layer, mechanism, given in zip(ours, mechanisms_of(decoder, count), layers, strict=False):
             if given.get_seq_length():
-                layer.update(given.keys, given.values)
+                layer.update(mechanism.normalised(given.keys), given.values)
         cache.layers, cache.layer_class_to_replicate = ours, None
         layers = ours
     return [layer.stored for layer in layers]

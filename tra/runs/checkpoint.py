@@ -189,7 +189,8 @@ def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimize
         model,
         optimizer,
         model_state_dict=weights,
-        optim_state_dict={"state": moments, "param_groups": []},
+        # The names say which of the two of a tied weight the moments are stored under.
+        optim_state_dict={"state": moments, "param_groups": [{"params": list(moments)}]},
         options=StateDictOptions(full_state_dict=True),
     )
 
