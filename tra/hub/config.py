@@ -99,6 +99,7 @@ class TraConfig(transformers.PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.attention_options = self.decoder_config().attention_options  # raises what is wrong
+        self.auto_map: dict[str, str] = kwargs.pop("auto_map", None) or {}  # which tools read of any config
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -116,7 +117,10 @@ class TraConfig(transformers.PreTrainedConfig):
         """As for every config, with the plug-in that the mechanism comes from, if it is not built in."""
         tell_peft(self.model_type)  # which asks for this before it looks for layers to tune
         needed = plugins.source("MECHANISMS", self.attention)
-        return {**super().to_dict(), **({} if needed is None else {"plugins": [needed]})}
+        found = {**super().to_dict(), **({} if needed is None else {"plugins": [needed]})}
+        if not self.auto_map:
+            del found["auto_map"]
+        return found
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -141,7 +145,7 @@ class TraConfig(transformers.PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As for every config; beside one with an ``auto_map``, also the file that this names."""
-        if getattr(self, "auto_map", None):
+        if self.auto_map:
             self.auto_map = AUTO_MAP
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             Path(save_directory, f"{MODULE}.py").write_text(LEADS_HERE)
