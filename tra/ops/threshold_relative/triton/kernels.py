@@ -17,7 +17,6 @@ AT_ONCE = tl.constexpr(4)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Below every logit, and finite: the difference of two infinities is NaN."""
 INFINITY = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 GOLDEN = tl.constexpr(dropout.GOLDEN)
 FIRST_MULTIPLIER = tl.constexpr(dropout.FIRST_MULTIPLIER)
 SECOND_MULTIPLIER = tl.constexpr(dropout.SECOND_MULTIPLIER)
@@ -166,7 +165,7 @@ def walk_forward(
             keep, used, _distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
             if CAREFUL:
                 good = is_finite(v)
-                logit = tl.where((tl.min(good.to(tl.int32), 1) != 0)[None, :], logit, NAN)
+                logit = tl.where((tl.min(good.to(tl.int32), 1) != 0)[None, :], logit, float("nan"))
                 v = tl.where(good, v, 0.0)
             logit = tl.where(used, logit, -INFINITY)
             count += tl.sum(keep.to(tl.float32), 1)
@@ -215,7 +214,7 @@ def finish_rows(
 ):  # fmt: skip
     """Store the output of rows and what backward needs of them."""
     before = unit.to(tl.int64) * group * queries
-    weights = tl.where(good, weights, NAN)
+    weights = tl.where(good, weights, float("nan"))
     inverse = tl.where(weights == 0.0, 0.0, drop_scale / weights)
     store_rows(out_ptr + before * VALUE_WIDTH, row, present, total * inverse[:, None], VALUE_WIDTH, E)
     state_ptr += 2 * before
@@ -454,7 +453,7 @@ def look_at_rows(
     size = largest + tl.log(tl.where(weights > 0.0, weights, 1.0))
     reach = row_reach(decay_ptr, decay_stride, gate, place, present)
     tl.store(rows_ptr + place, tl.where(good, size, 0.0), mask=present)
-    tl.store(rows_ptr + rows + place, tl.where(good, delta, NAN), mask=present)
+    tl.store(rows_ptr + rows + place, tl.where(good, delta, float("nan")), mask=present)
     tl.store(rows_ptr + 2 * rows + place, tl.where(good, reach, 0.0), mask=present)
 
 
@@ -557,8 +556,8 @@ def backward_query(
     )  # fmt: skip
     tl.store(range_ptr + 1, block)
     good = delta == delta
-    store_rows(dq_ptr + before * WIDTH, row, present, tl.where(good[:, None], dq * scale, NAN), WIDTH, D)
-    tl.store(dg_ptr + before + row, tl.where(good, dg, NAN), mask=present)
+    store_rows(dq_ptr + before * WIDTH, row, present, tl.where(good[:, None], dq * scale, float("nan")), WIDTH, D)
+    tl.store(dg_ptr + before + row, tl.where(good, dg, float("nan")), mask=present)
 
 
 @triton.jit
