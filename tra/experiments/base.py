@@ -165,9 +165,6 @@ class Cell:
         """The same run with the settings that tuning chose, if it did."""
         return self if settings is None else replace(self, recipe=self.recipe.changed(settings), tuned=True)
 
-    def in_folder_of_seed(self) -> "Cell":
-        return replace(self, folder=self.folder / str(self.recipe.seed))
-
     @property
     def run(self) -> Run:
         return Run(self.folder)
@@ -334,7 +331,7 @@ class Experiment:
                 column,
                 row.label,
                 row.recipe(recipe_of, 0),
-                folder / "runs" / file_name(column) / file_name(row.label) / "0",
+                _below(folder / "runs", column, row.label, "0"),
                 tuned=row.label in known,
             )
             for column, recipe_of in self.columns(scale).items()
@@ -373,16 +370,20 @@ class Experiment:
                 column,
                 row.label,
                 _shortened(row.recipe(recipe_of, seed).changed(choice), share),
-                folder.joinpath("tuning", *map(file_name, (column, row.label, *_part(share), choice_label(choice)))),
+                _below(folder / "tuning", column, row.label, *_part(share), choice_label(choice), str(seed)),
                 choice=choice,
                 share=share,
-            ).in_folder_of_seed()
+            )
             for seed in tuning.seeds
             for column, recipe_of in columns.items()
             for row in rows
             if self.tunes(row.label)
             for choice in tried(column, row.label)
         ]
+
+
+def _below(folder: Path, *labels: str) -> Path:
+    return folder.joinpath(*map(file_name, labels))
 
 
 def _part(share: float) -> list[str]:
