@@ -44,11 +44,13 @@ def small(task: str, attention: str = "tra") -> Recipe:
     """Two cores: the mini model without dropout in bfloat16, strings of up to 8 symbols (24 tokens of recall),
     measured at up to 8 times that."""
     sets, length = {**SETS, **OTHERS}[task], 24 if task == "recall" else 8
-    model = sized("mini", vocabulary=build_task(task).vocabulary, dropout=0.0, attention=attention)
+    options = {"alphabet": 100} if task in SETS else {}
+    vocabulary = build_task(task, options).vocabulary
     return Recipe(
         name=f"{task.replace('_', '-')}-small",
-        model=model,
+        model=sized("mini", vocabulary=vocabulary, dropout=0.0, attention=attention),
         task=task,
+        task_options=options,
         length=length,
         steps=2500,
         batch=32,
