@@ -207,7 +207,7 @@ def test_ones_average_to_one_in_every_row(variant: str) -> None:
     assert (run(*inputs) - 1).abs().max() <= torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("queries, keys", [(1, 2**20), (150, 5000), (3000, 3000)])
+@pytest.mark.parametrize("queries, keys", [(1, 2**20), (150, 5000), (1100, 1100)])
 @pytest.mark.parametrize("values", [1.0, 0.1, None])
 def test_error_is_at_most_twice_that_of_plain_float32_over_many_keys(
     variant: str, queries: int, keys: int, values: float | None
