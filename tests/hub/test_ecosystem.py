@@ -251,12 +251,13 @@ test_split: test
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: 0
+target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """
 
 
 def test_lm_eval_reads_an_exported_folder(exported: Path, tmp_path: Path) -> None:
-    """As a user calls it: it knows the folder only. The answer is the choice that the model itself finds likelier."""
+    """As a user calls it: it knows the folder only. Answers are as likely as the model itself finds them."""
     pytest.importorskip("lm_eval")
     model, tokenizer = TraForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     question = "The river rises in the hills . In 1847 the river" * 12
@@ -268,9 +269,8 @@ def test_lm_eval_reads_an_exported_folder(exported: Path, tmp_path: Path) -> Non
         scores = model(ids).logits.log_softmax(-1)[0, start - 1 : -1]
         return scores.gather(1, ids[0, start:, None]).sum().item()
 
-    rows = []
-    for answers in ([" flooded", " hills"], [" in 1847", " the town ."], [" rises", " ."]):
-        rows.append({"question": question, "choices": answers, "likely": max(answers, key=likelihood)})
+    choices = ([" flooded", " hills"], [" in 1847", " the town ."], [" rises", " ."])
+    rows = [{"question": question, "choices": answers} for answers in choices]
     assert len(tokenizer(question)["input_ids"]) > 16, "longer than it was trained on"
     (tmp_path / "rows.json").write_text("\n".join(json.dumps(row) for row in rows))
     (tmp_path / "counting.yaml").write_text(TASK.format(file=tmp_path / "rows.json"))
@@ -278,8 +278,10 @@ def test_lm_eval_reads_an_exported_folder(exported: Path, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", "counting"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--device", "cpu"]
     surroundings = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=surroundings, check=False)
+    done = subprocess.run([*command, "--log_samples"], capture_output=True, text=True, env=surroundings, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    (found,) = (tmp_path / "out").rglob("results*.json")
-    expected = sum(row["likely"] == row["choices"][0] for row in rows) / len(rows)
-    assert json.loads(found.read_text())["results"]["counting"]["acc,none"] == pytest.approx(expected)
+    (file,) = (tmp_path / "out").rglob("samples*.jsonl")
+    for line in file.read_text().splitlines():
+        sample = json.loads(line)
+        found = [float(answer[0]) for answer in sample["filtered_resps"]]
+        assert found == pytest.approx([likelihood(answer) for answer in sample["doc"]["choices"]], abs=1e-3)
