@@ -447,8 +447,6 @@ def test_a_wrong_mask_or_cache_is_named_before_anything_is_stored() -> None:
     with pytest.raises(ValueError, match="cache must be a list of 2, one Cache for each layer, got Cache"):
         model(tokens[:, :1], cache=cache[0])
     assert [len(layer) for layer in cache] == [9, 9]
-    with pytest.raises(ValueError, match="streams must be one for each of the 2 blocks, got 1"):
-        model.attention_weights_from([torch.zeros(2, 9, 32)])
 
 
 @torch.no_grad()
