@@ -21,6 +21,7 @@ from tra.experiments.figure1 import FIGURE1
 from tra.experiments.figure2 import FIGURE2
 from tra.experiments.figure3 import FIGURE3, TEXT
 from tra.experiments.longer import LONGER
+from tra.experiments.norms import COMPARED, NORMS
 from tra.experiments.passkey import PASSKEY
 from tra.experiments.steps import STEPS
 from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
@@ -300,3 +301,12 @@ def test_every_aid_is_read_as_published_tra_is(tmp_path: Path) -> None:
         tokens = torch.randint(recipe.model.vocabulary, (2, 30))
         with torch.no_grad():
             assert torch.equal(aided(tokens), published(tokens))
+
+
+def test_both_kinds_of_qk_norm_are_rows_of_their_own_and_are_not_tuned(tmp_path: Path) -> None:
+    small = NORMS.at("small")
+    assert small.tuning is not None
+    assert list(small.tuning.grid) == ["learning_rate"]
+    cells = small.cells(tmp_path, "small", 1, small.chosen_rows(()))
+    norms = {(cell.recipe.model.attention, cell.recipe.model.attention_options["qk_norm"]) for cell in cells}
+    assert norms == {(name, norm) for name in COMPARED for norm in (True, False)}

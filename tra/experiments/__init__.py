@@ -15,6 +15,7 @@ BUILT_IN = {
     "table1": "tra.experiments.table1:TABLE1",
     "aids": "tra.experiments.aids:AIDS",
     "steps": "tra.experiments.steps:STEPS",
+    "norms": "tra.experiments.norms:NORMS",
     "longer": "tra.experiments.longer:LONGER",
     "passkey": "tra.experiments.passkey:PASSKEY",
     "figure1": "tra.experiments.figure1:FIGURE1",
