@@ -22,8 +22,8 @@ class Reproduce(Common):
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
-    """table1, figure1, figure2, figure3, norms, aids, longer, steps, passkey, cost, demo, or the path of a file that defines
-    an Experiment called experiment."""
+    """table1, figure1, figure2, figure3, norms, aids, longer, steps, passkey, cost, demo, or the path of a file that
+    defines an Experiment called experiment."""
     scale: str | None = None
     """smoke (seconds), small (two cores, hours) or paper (GPUs), or whatever scales a file has; small by default."""
     seeds: int | None = None
