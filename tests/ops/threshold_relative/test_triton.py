@@ -1,11 +1,13 @@
 """What the Triton kernels promise beyond the operator's semantics: on a GPU where there is one, else interpreted."""
 
+import json
 import math
 import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -339,6 +341,9 @@ def test_empty_rows_are_zero_with_zero_gradients_beside_others() -> None:
 
 def test_kernels_compile_within_their_ceilings() -> None:
     """Two processors, one width; `make gpu-check` compiles for all. Not in this process, which interprets."""
+    ceilings = json.loads(Path(__file__).with_name("ceilings.json").read_text())
+    if version("triton") not in ceilings:
+        pytest.skip(f"no ceilings are stored for Triton {version('triton')}, but for {', '.join(ceilings)}")
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.threshold_relative.ahead_of_time", "--fast"],
         cwd=ROOT,
