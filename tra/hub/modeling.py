@@ -18,6 +18,8 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
+from tra import plugins
+from tra.attention import MECHANISMS
 from tra.hub.cache import TraCache, adopt
 from tra.hub.config import UNDERSTOOD, TraConfig, refuse_unknown
 from tra.model import Block, Decoder, initialise
@@ -92,8 +94,7 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
         """ "eager" stands for the mechanism's own way, whatever that is; "sdpa" is the own way of some."""
         if attn_implementation in (None, "eager"):
             return "eager"
-        with torch.device("meta"):
-            mechanism = self.config.decoder_config().new_attention(0)
+        mechanism = plugins.find("MECHANISMS", MECHANISMS, self.config.attention, "attention")
         if attn_implementation == "sdpa" and mechanism.uses_sdpa:
             return "sdpa"
         choices = "'eager' or 'sdpa'" if mechanism.uses_sdpa else "'eager'"
