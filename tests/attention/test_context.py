@@ -53,7 +53,7 @@ def test_a_call_leaves_the_context_as_it_was() -> None:
 @pytest.mark.parametrize("attention", sorted(MECHANISMS))
 def test_a_decoder_checks_masks_once_for_all_its_layers(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("tra.attention.base.check_masks", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("tra.attention.context.check_masks", lambda *arguments: calls.append(arguments))
     model = Decoder(DecoderConfig(vocabulary=5, layers=3, heads=2, width=16, attention=attention)).eval()
     tokens, mask = torch.randint(5, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
     with torch.no_grad():
