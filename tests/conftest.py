@@ -27,12 +27,13 @@ def language_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved."""
+    """The figures that are saved, in whatever formats."""
     figures: list[Figure] = []
     save = Figure.savefig
 
     def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
-        figures.append(figure)
+        if figure not in figures:  # of which some are drawn for a page, too
+            figures.append(figure)
         save(figure, *arguments, **options)
 
     monkeypatch.setattr(Figure, "savefig", saved)

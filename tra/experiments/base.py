@@ -247,6 +247,7 @@ class Experiment:
         results_file: what the file with all results is called.
         table_stem: what the files with tables are called, without their suffixes.
         records_file: what the CSV with all figures is called.
+        report_file: what the page to look at is called.
     """
 
     scales: Mapping[str, Mapping[str, RecipeOf]]
@@ -260,6 +261,7 @@ class Experiment:
     results_file: str = "results.json"
     table_stem: str = "table"
     records_file: str = "table.csv"
+    report_file: str = "report.html"
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, str):

@@ -14,7 +14,7 @@ from tra.bench.timing import interleaved
 from tra.bench.workloads import training_step
 from tra.environment import best_device, environment
 from tra.errors import RunError
-from tra.experiments.base import Outcome
+from tra.experiments.base import Experiment, Outcome
 from tra.experiments.perform import Request
 from tra.experiments.reporting import write_report
 from tra.files import write_json, write_text
@@ -85,7 +85,7 @@ class Cost:
         failures = {f"{row['size']} {row['attention']}": row["failure"] for row in rows if "failure" in row}
         table, figure = cost_table(rows), _show(rows, request)
         facts = {"command": content["command"], "machine": machine(content["environment"])}
-        write_report(request.folder, Report("cost", facts, [table], figure, failures))
+        write_report(request.folder / Experiment.report_file, Report("cost", facts, [table], figure, failures))
         return Outcome([], [], failures, request.folder, table.markdown(), {**content, "results": rows})
 
     def plan(self, request: Request) -> Table:

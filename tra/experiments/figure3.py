@@ -52,4 +52,5 @@ FIGURE3 = Experiment(
     results_file="figure3.json",
     table_stem="heads",
     records_file="figure3.csv",
+    report_file="figure3.html",
 )

@@ -93,7 +93,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
     missing: list[Cell] = []
     spoilt: dict[str, str] = {}
     while tries := search.next():
-        missing += _missing(tries, request)
+        missing += _missing(tries, request, experiment.report_file)
         losses, failed, left = _tuning_so_far(tries)
         spoilt |= failed
         search.tell(losses)
@@ -111,7 +111,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         for cell in cells
         if cell not in undecided or not request.train
     ]
-    missing += _missing(cells, request)
+    missing += _missing(cells, request, experiment.report_file)
     with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         finished = _finished(cells)
         failures = {**spoilt, **_failures(cells)}
@@ -141,16 +141,16 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         shown = _show(experiment, outcome, tuning_tables(experiment, search.rounds), request)
         write_json(stored, content)
         report = final_report(experiment, request.folder, cells, content, shown.tables, shown.figures)
-        write_report(request.folder, report)
+        write_report(request.folder / experiment.report_file, report)
     return replace(outcome, failures=failures, folder=request.folder, shown=shown.text, content=content)
 
 
-def _missing(cells: Sequence[Cell], request: Request) -> list[Cell]:
+def _missing(cells: Sequence[Cell], request: Request, report_file: str) -> list[Cell]:
     """Run this shard's part of the cells, and return those of it that were not finished before."""
     mine = part_of(cells, *request.shard)
     missing = [cell for cell in mine if cell.results() is None]
     if request.train and mine:
-        with live_report(request.folder, request.command, mine):
+        with live_report(request.folder / report_file, request.command, mine):
             if request.cluster is None:
                 run_all(mine, request.jobs)
             else:

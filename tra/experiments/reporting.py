@@ -18,14 +18,13 @@ from tra.report.tables import Table, comparison_tables
 from tra.runs import Run
 from tra.tasks import Result
 
-REPORT = "report.html"
 SECONDS_BETWEEN_REPORTS = 5.0
 TUNING = "tuning"
 """The folder of runs for tuning."""
 
 
-def write_report(folder: Path, report: Report) -> None:
-    write_text(folder / REPORT, report_html(report))
+def write_report(page: Path, report: Report) -> None:
+    write_text(page, report_html(report))
 
 
 def final_report(
@@ -84,9 +83,14 @@ def _protocol(experiment: Experiment, tried: Sequence[Path], evidence: Mapping[s
         **{
             entry.name: _shown(value)
             for entry in fields(experiment.tuning)
-            if (value := getattr(experiment.tuning, entry.name)) is not None
+            if entry.name != "rounds" and (value := getattr(experiment.tuning, entry.name)) is not None
         },
     }
+    if len(experiment.tuning.rounds) > 1:
+        facts["rounds"] = "; ".join(
+            f"{share:.0%} of the steps for {'all' if best is None else f'the best {best}'}"
+            for share, best in experiment.tuning.rounds
+        )
     recipes = [Run(path).recipe for path in tried]
     if recipes:
         steps = sum(recipe.steps for recipe in recipes)
@@ -133,12 +137,12 @@ def _measured(results: Sequence[Result]) -> str:
 
 
 @contextmanager
-def live_report(folder: Path, command: str, cells: Sequence[Cell]) -> Iterator[None]:
+def live_report(page: Path, command: str, cells: Sequence[Cell]) -> Iterator[None]:
     """Keep the report up to date while the cells are run in the block: what is done so far, how far the others are.
 
     The block is what matters: a report that cannot be written stops nothing, and is complained of once.
     """
-    live, done = _Live(folder, command, cells), threading.Event()
+    live, done = _Live(page, command, cells), threading.Event()
     if all(cell.results() is not None for cell in cells):
         yield  # nothing to be seen
         return
@@ -160,18 +164,18 @@ def live_report(folder: Path, command: str, cells: Sequence[Cell]) -> Iterator[N
 
 
 class _Live:
-    def __init__(self, folder: Path, command: str, cells: Sequence[Cell]) -> None:
-        self.folder, self.command, self.cells = folder, command, cells
+    def __init__(self, page: Path, command: str, cells: Sequence[Cell]) -> None:
+        self.page, self.folder, self.command, self.cells = page, page.parent, command, cells
         self.began, self.complained = time.monotonic(), False
         self.finished: dict[Cell, list[Result]] = {}
         self.tables: list[Table] = []
 
     def write(self, running: bool = True) -> None:
         try:
-            write_report(self.folder, self._report(running))
+            write_report(self.page, self._report(running))
         except Exception as error:
             if not self.complained:
-                say(f"{self.folder / REPORT} cannot be written yet: {error}")
+                say(f"{self.page} cannot be written yet: {error}")
             self.complained = True
 
     def _report(self, running: bool) -> Report:
