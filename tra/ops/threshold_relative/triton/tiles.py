@@ -61,7 +61,7 @@ HALF: dict[str, dict[str, tuple[Tile, Tile, Tile]]] = {
     },
     "blackwell": {
         "forward": (Tile(64, 4), Tile(64, 4), Tile(64, 8)),
-        "backward_query": (Tile(64, 4), Tile(64, 8), Tile(64, 8)),
+        "backward_query": (Tile(128, 4), Tile(64, 8), Tile(64, 8)),
         "backward_key": (Tile(64, 4), Tile(64, 8), Tile(64, 8)),
     },
     "mfma": {
