@@ -254,14 +254,14 @@ def compile_all(fast: bool, only: str = "") -> Iterator[Compiled]:
             yield compile_launch(launched, target, dtype, width, name)
 
 
-def complaints(results: list[Compiled], ceilings: dict[str, dict[str, float]]) -> list[str]:
-    """What is worse than the ceilings say it may be, and what is not as it must be."""
+def complaints(results: list[Compiled], ceilings: dict[str, dict[str, float]] | None) -> list[str]:
+    """What is worse than the ceilings say it may be, if there are any, and what is not as it must be."""
     found = []
     for result in results:
-        ceiling = ceilings.get(result.name)
-        if ceiling is None:
+        if ceilings is not None and result.name not in ceilings:
             found.append(f"{result.name}: no ceiling is stored; make gpu-check WRITE=--write")
             continue
+        ceiling = asdict(result) if ceilings is None else ceilings[result.name]
         for field in ("registers", "stack", "shared"):
             if getattr(result, field) > ceiling[field]:
                 found.append(f"{result.name}: {field} {getattr(result, field)} > {ceiling[field]}")

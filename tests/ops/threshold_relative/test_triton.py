@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,6 +354,29 @@ def test_kernels_compile_within_their_ceilings() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, None),
+        ({"registers": 201}, "registers 201 > 200"),
+        ({"stack": 8}, "stack 8 > 0"),
+        ({"shared": 1025}, "shared 1025 > 1024"),
+        ({"occupancy": 0.1}, "occupancy 0.1 < 0.25"),
+        ({"scores": False}, "the scores' instruction is not mma.sync.aligned.m16n8k16"),
+        ({"copies": 0}, "no asynchronous copies"),
+        ({"width": 80}, "no ceiling is stored"),
+    ],
+    ids=str,
+)
+def test_what_compiles_worse_than_before_is_complained_of(changes: dict[str, Any], message: str | None) -> None:
+    from tests.ops.threshold_relative.ahead_of_time import Compiled, complaints
+
+    good = Compiled("sm_80", "forward", "bfloat16", 64, "", "64x32, 4 warps", 200, 0, 1024, 0.25, True, 8)
+    ceilings = {good.name: {"registers": 200, "stack": 0, "shared": 1024, "occupancy": 0.25}}
+    found = complaints([replace(good, **changes)], ceilings)
+    assert (message is None and not found) or message in found[0]
 
 
 @pytest.mark.parametrize(
