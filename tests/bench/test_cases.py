@@ -18,8 +18,9 @@ def case_of(what: str, shape: str) -> Case:
     return found
 
 
-def test_every_row_that_the_docs_quote_can_be_measured_again() -> None:
-    stored = json.loads((RESULTS / "bench" / "bench.json").read_text())["rows"]
+@pytest.mark.parametrize("folder", ["bench", "generation"])
+def test_every_row_that_the_docs_quote_can_be_measured_again(folder: str) -> None:
+    stored = json.loads((RESULTS / folder / "bench.json").read_text())["rows"]
     assert stored
     found = {(case.what, case.shape, against) for case in cases.cases() for against in case.others}
     assert {(row["what"], row["shape"], row["against"]) for row in stored} <= found
