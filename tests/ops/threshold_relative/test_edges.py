@@ -182,6 +182,8 @@ def test_scale_and_threshold_are_numbers_of_the_precision_of_the_computation(
 def test_the_mean_of_values_of_any_size_is_of_their_size(
     impl: str, score: float, size: float, options: dict[str, object], tolerance: float | None
 ) -> None:
+    if impl == "triton" and size > 1e38:
+        pytest.skip("sums of such values overflow there, as docs/gpu.md says")
     query, key, value, gate = all_kept(63, -0.1)
     inputs = (query, key * score * torch.linspace(1.0, 0.9, 63)[:, None], value.clamp(-1, 1) * size, gate)
     options = {"tolerance": tolerance, **options}
