@@ -16,6 +16,7 @@ from tra.progress import say
 from tra.report.reporting import Report, RunLine, hours, machine, report_html
 from tra.report.tables import Table, comparison_tables
 from tra.runs import Run
+from tra.runs.folder import folders_of_runs
 from tra.tasks import Result
 
 SECONDS_BETWEEN_REPORTS = 5.0
@@ -36,7 +37,7 @@ def final_report(
     figures: Mapping[str, str],
 ) -> Report:
     """What has come of the runs of an experiment, with what was stored as JSON, its tables, and its figures as SVG."""
-    tried = sorted(path.parent for path in (folder / TUNING).rglob("recipe.json"))
+    tried = folders_of_runs(folder / TUNING)
     about_tuning = [table for table in tables if table.title.startswith("Tuning")]
     return Report(
         title=folder.absolute().name,

@@ -260,6 +260,11 @@ class Run:
             write_text(self.folder / FAILURE, f"{reason}\n\n{details}" if details else f"{reason}\n")
 
 
+def folders_of_runs(below: Path) -> list[Path]:
+    """Every folder below one that holds a run."""
+    return sorted(path.parent for path in below.rglob(RECIPE))
+
+
 def load_run(folder: Path | str) -> Run:
     """The run in a folder: its ``recipe``, ``task``, ``model``, ``results`` and ``metrics()``.
 
