@@ -1,26 +1,32 @@
-"""Measure a run in each of several processes, which write down how many batches they predicted and what all found."""
+"""One of several processes that measure a run: FOLDER, and PLACE to write how many batches it predicted and what all
+found."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch.distributed
 
 from tra.runs import Run, evaluate, evaluation
 from tra.runs.distributed import joined
 
-predict, batches = evaluation._predict, 0
+
+def main(folder: str, place: str) -> None:
+    predict, batches = evaluation._predict, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal batches
+        batches += 1
+        return predict(*arguments)
+
+    evaluation._predict = counted
+    with joined():
+        rank = torch.distributed.get_rank()
+        results = evaluate(Run(folder))
+    found = {"batches": batches, "results": [result.to_dict() for result in results]}
+    Path(place, f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-def counted(*arguments):
-    global batches
-    batches += 1
-    return predict(*arguments)
-
-
-evaluation._predict = counted
-with joined():
-    import torch.distributed
-
-    rank = torch.distributed.get_rank()
-    results = evaluate(Run(sys.argv[1]))
-found = {"batches": batches, "results": [result.to_dict() for result in results]}
-Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(found))
+if __name__ == "__main__":
+    main(*sys.argv[1:])

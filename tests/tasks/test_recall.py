@@ -50,10 +50,10 @@ def test_solver_gets_every_sample_right(length: int, mixed: bool) -> None:
 
 def test_gaps_follow_zoologys_power_law() -> None:
     """The gap of the only key: p proportional to (gap + 1) ** (0.01 - 1) over the room that is left."""
-    gaps = Counter((counted[0] - 1 - 2) // 2 for _, counted in draw(Recall(), 64, batch=20_000) if len(counted) == 1)
+    gaps = Counter((counted[0] - 1 - 2) // 2 for _, counted in draw(Recall(), 64, batch=4000) if len(counted) == 1)
     number, room = gaps.total(), (64 - 2) // 2
     weight = [(gap + 1) ** -0.99 for gap in range(room)]
-    assert number > 1000
+    assert number > 200
     for gap in range(room):
         expected = number * weight[gap] / sum(weight)
         assert abs(gaps[gap] - expected) < 5 * expected**0.5 + 1

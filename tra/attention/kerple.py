@@ -17,8 +17,8 @@ class KernelBiasAttention(Attention):
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, **shared: Any) -> None:
         super().__init__(width, heads, kv_heads, **shared)
-        self.slope = nn.Parameter(2.0 * torch.rand(heads))
-        self.rate = nn.Parameter(torch.rand(heads))
+        self.slope = nn.Parameter(nn.init.uniform_(torch.empty(heads), 0.0, 2.0))
+        self.rate = nn.Parameter(nn.init.uniform_(torch.empty(heads)))
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
