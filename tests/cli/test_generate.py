@@ -90,7 +90,7 @@ def test_weights_that_are_not_finite_give_no_text(
     folder = tmp_path / "model"
     shutil.copytree(exported, folder)
     weights = load_file(folder / "model.safetensors")
-    weights["decoder.norm.weight"][0] = bad
+    weights["model.decoder.norm.weight"][0] = bad
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert main(["generate", str(folder), "--prompt", "The", "--json", *how]) == 1
     shown = capsys.readouterr()

@@ -17,13 +17,13 @@ from torch._C import (
     _dispatch_tls_local_include_set,
     _len_torch_function_stack,
 )
-from torch._decomp import register_decomposition
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 from torch.autograd.function import _SingleLevelFunction
 from torch.compiler import is_compiling
+from torch.onnx import is_in_onnx_export
 
 from tra.ops.threshold_relative import reference
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options
@@ -48,6 +48,8 @@ def attend(inputs: Inputs, options: Options, impl: str) -> Tensor:
     """The output of the implementation of that name, differentiable once."""
     if _unobserved(inputs):
         return _compute(inputs, options, impl)[0]
+    if is_in_onnx_export():  # no other library has this operator
+        return reference.equations(inputs, options)[0]
     return forward_op(*inputs, *options, impl)[0]
 
 
@@ -179,15 +181,8 @@ def _register(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]
     return op
 
 
-def _equations(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, options, _ = _unflatten(arguments)
-    return reference.equations(inputs, options)
-
-
 LIBRARY = torch.library.Library("tra", "FRAGMENT")
 forward_op = _register(f"threshold_relative_attention({CALL}) -> (Tensor, Tensor)", _forward, _fake_forward, _Attention)
-# What torch.onnx.export writes for an operator that no other library has.
-register_decomposition(forward_op)(_equations)
 backward_op = _register(
     f"threshold_relative_attention_backward(Tensor grad_out, Tensor out, Tensor row_state, {CALL})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
