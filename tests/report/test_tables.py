@@ -254,20 +254,24 @@ def test_a_run_is_shown_by_what_it_measured() -> None:
     )
 
 
-def test_table_by_length_has_a_row_per_mechanism_and_set_and_a_column_per_length() -> None:
+def test_table_by_length_has_a_row_per_mechanism_and_set_and_marks_the_best_of_each() -> None:
     records = [
         record
-        for row, low in (("tra", 1.0), ("rope", 0.117))
-        for kind in ("iid", "sparse")
+        for row, kind, low in (
+            ("tra", "iid", 1.0),
+            ("tra", "sparse", 0.117),
+            ("rope", "iid", 0.117),
+            ("rope", "sparse", 1.0),
+        )
         for record in matches("flip_flop", row, kind, {64: [1.0], 1256: [low]})
     ]
     assert by_length_table(records).markdown() == (
         "| attention | set | 64 | 1,256 |\n"
         "|---|---|---:|---:|\n"
-        "| tra | iid | 1.000 | 1.000 |\n"
-        "| tra | sparse | 1.000 | 1.000 |\n"
-        "| rope | iid | 1.000 | 0.117 |\n"
-        "| rope | sparse | 1.000 | 0.117 |\n"
+        "| tra | iid | **1.000** | **1.000** |\n"
+        "| tra | sparse | **1.000** | 0.117 |\n"
+        "| rope | iid | **1.000** | 0.117 |\n"
+        "| rope | sparse | **1.000** | **1.000** |\n"
         "| test sequences | all sets |  |  |\n"
     )
     counted = by_length_table(

@@ -4,12 +4,15 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tra.report.intervals import difference, interval, spread, unseen
 from tra.report.records import Record, grouped
 from tra.tasks import ExactMatch, Result
+
+Place = TypeVar("Place", bound=Hashable)
 
 UNTUNED = "†"
 """After a row whose settings were not chosen for its mechanism."""
@@ -193,17 +196,8 @@ def _table(records: Sequence[Record], heading: Callable[[Record], str], field: s
     cells: dict[tuple[str, str], tuple[float, str]] = {}
     for key, some in grouped(records, lambda record: (record.row, heading(record))).items():
         cells[key] = _cell(some, field)
-    means = {name: [mean for (_, at), (mean, _) in cells.items() if at == name] for name in headings}
-    best = {
-        name: (max if higher else min)((mean for mean in some if not math.isnan(mean)), default=math.nan)
-        for name, some in means.items()
-    }
-    marked = {
-        (y, x)
-        for y, row in enumerate(rows)
-        for x, name in enumerate(headings, 1)
-        if len(rows) > 1 and (row, name) in cells and _is_best(cells[row, name][0], best[name])
-    }
+    best = _best({key: mean for key, (mean, _) in cells.items()}, higher)
+    marked = {(y, x) for y, row in enumerate(rows) for x, name in enumerate(headings, 1) if (row, name) in best}
     untuned = {record.row for record in records if not record.tuned}
     if untuned == set(rows):
         note += " No mechanism was tuned."
@@ -232,8 +226,19 @@ def _how(records: Sequence[Record]) -> str:
     return f"Mean ± deviation over {number} seeds; 95% interval over test sequences and seeds."
 
 
-def _is_best(mean: float, best: float) -> bool:
-    return mean >= 0.005 and round(mean, 4) == round(best, 4)  # not what is shown as 0.00
+def _best(means: Mapping[tuple[str, Place], float], higher: bool) -> set[tuple[str, Place]]:
+    """At each place the rows with the best mean, if there are several rows; no mean that is shown as 0.00 is one."""
+    if len({row for row, _ in means}) < 2:
+        return set()
+    best: dict[Place, float] = {}
+    for (_, place), mean in means.items():
+        if not math.isnan(mean):
+            best[place] = (max if higher else min)(mean, best.get(place, mean))
+    return {
+        (row, place)
+        for (row, place), mean in means.items()
+        if mean >= 0.005 and place in best and round(mean, 4) == round(best[place], 4)
+    }
 
 
 def _cell(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float, str]:
@@ -311,19 +316,26 @@ def results_table(label: str, results: Sequence[Result], unit: str) -> str:
 
 
 def by_length_table(records: Sequence[Record]) -> Table:
-    """A row per mechanism and set, a column per length."""
+    """A row per mechanism and set, a column per length; the best mean of each set and length is bold."""
     lengths = sorted({record.result.length for record in records})
-    field = records[0].result.measure
-    rows = []
-    for (row, place), some in grouped(records, lambda record: (record.row, record.result.place)).items():
-        at = grouped(some, lambda record: record.result.length)
-        cells = (_cell(at[length], field, digits=3)[1] if length in at else "" for length in lengths)
-        rows.append([row, place, *cells])
+    measure = type(records[0].result)
+    cells = {
+        key: _cell(some, measure.measure, digits=3)
+        for key, some in grouped(records, lambda one: (one.row, (one.result.place, one.result.length))).items()
+    }
+    best = _best({key: mean for key, (mean, _) in cells.items()}, measure.higher_is_better)
+    kinds = list(grouped(records, lambda record: (record.row, record.result.place)))
+    rows = [
+        [row, place, *(cells.get((row, (place, length)), (0.0, ""))[1] for length in lengths)] for row, place in kinds
+    ]
+    marked = {
+        (y, x) for y, (row, place) in enumerate(kinds) for x, at in enumerate(lengths, 2) if (row, (place, at)) in best
+    }
     counted = _sequences(records, lambda record: f"{record.result.length:,}")
     sets = len({record.result.place for record in records})
     headings = [f"{length:,}" for length in lengths]
     rows.append([TEST_SEQUENCES, "all sets" if sets > 1 else "", *(counted[name] for name in headings)])
-    return Table(["attention", "set", *headings], rows, words=2)
+    return Table(["attention", "set", *headings], rows, best=frozenset(marked), words=2)
 
 
 def comparison_csv(records: Sequence[Record]) -> str:
