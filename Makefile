@@ -1,5 +1,6 @@
 # make demo   set-up, then the demonstration         make lint     style and types
 # make test   set-up, then lint and all tests        make format   let ruff rewrite
+# make docs   the documentation as a site in build/site, its links and its examples checked
 # make fuzz   the attacks of tests/fuzz with FUZZ_FACTOR (40) times as many inputs, new ones every time
 # make gpu-check  compile every Triton kernel for every GPU and hold them to stored ceilings (WRITE=--write stores them)
 # make gpu-test   the operator's tests and those of models on a GPU
@@ -10,7 +11,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format fuzz gpu-check gpu-test sanitize setup
+.PHONY: demo test lint format docs fuzz gpu-check gpu-test sanitize setup
 .DEFAULT_GOAL := test
 
 demo: setup
@@ -27,6 +28,13 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+SITE := build/site
+
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs $(SITE)
+	$(BIN)/python docs/check_links.py $(SITE)
+	$(BIN)/python -m pytest -q -n 2 tests/test_documentation.py
 
 FUZZ_FACTOR ?= 40
 
@@ -64,5 +72,5 @@ KERNEL := $(wildcard tra/ops/threshold_relative/*.cpp tra/ops/threshold_relative
 
 $(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --quiet --editable '.[dev,ecosystem]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --quiet --editable '.[dev,ecosystem,docs]'
 	touch $@

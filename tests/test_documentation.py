@@ -1,4 +1,14 @@
-"""Examples in README and docs run as they stand, and the commands they name exist."""
+"""Examples in README and docs run as they stand, and the commands they name exist.
+
+What stands behind the language of a block of code says what is done with it:
+
+| | |
+|---|---|
+| `python` | a program, run by itself in an empty folder |
+| `bash` | commands that are not run; that they and their options exist is checked |
+| `python file=NAME` | a part of that file, in a folder that the page has for itself |
+| `python run`, `bash run` | a program, or commands, run in that folder in their order |
+"""
 
 import importlib
 import re
@@ -9,27 +19,44 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import PAGES, ROOT, blocks, fences
 from tra.cli import COMMANDS
 from tra.cli.options import parse, value_of
 from tra.recipes import build_recipe
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
 EXAMPLES = [(page, code) for page in PAGES for code in blocks(page, "python")]
+WALKS = [page for page in PAGES if any(fence.rest for fence in fences(page))]
 
 
 @pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{page.name}-{i}" for i, (page, _) in enumerate(EXAMPLES)])
 def test_python_example_runs(page: Path, code: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code)
-    process = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    run([sys.executable, str(script)], tmp_path)
+
+
+def run(command: list[str], folder: Path) -> None:
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("page", WALKS, ids=lambda page: page.name)
+def test_a_page_that_builds_something_works_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    for language, rest, code in fences(page):
+        if rest.startswith("file="):
+            with (tmp_path / rest.removeprefix("file=")).open("a") as file:
+                file.write(code)
+        elif rest:
+            assert rest == "run", f"{page.name}: {rest!r} behind {language}"
+            for command in [["-c", code]] if language == "python" else map(arguments_of, code.splitlines()):
+                run([sys.executable, *command], tmp_path)
+
+
+def arguments_of(line: str) -> list[str]:
+    """Of Python, for a line that calls `tra`."""
+    command, *words = shlex.split(line, comments=True)
+    assert command == "tra"
+    return ["-m", "tra", *words]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

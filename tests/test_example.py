@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -124,34 +123,3 @@ def test_the_examples_own_tests_pass() -> None:
     process = subprocess.run(command, env=environment, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout
     assert " passed" in process.stdout
-
-
-def test_the_page_on_extending_works_as_it_stands(tmp_path: Path) -> None:
-    """Its modules are written block by block, then its programs and commands run in their order."""
-    page = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
-    blocks = re.findall(r"^```python(.*?)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    for head, code in blocks:
-        kind, _, name = head.strip().partition("=")
-        assert kind in ("file", "after")
-        if kind == "file":
-            with (tmp_path / name).open("a") as file:
-                file.write(code)
-    programs = [[sys.executable, "-c", code] for head, code in blocks if head.startswith(" after=")]
-    commands = [
-        [sys.executable, "-m", "tra", *line.split()[1:]] for line in page.splitlines() if line.startswith("    tra ")
-    ]
-    assert len(programs) == 2
-    assert len(commands) == 3
-    for command in [*commands, *programs]:
-        process = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert process.returncode == 0, process.stderr
-    table = (tmp_path / "runs" / "my_experiment-small" / "table.md").read_text()
-    for row in ("sliding-window window=2", "sliding-window window=8", "rope"):
-        assert f"\n| {row} |" in table

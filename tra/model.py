@@ -127,6 +127,7 @@ SIZES = {
     "mini": DecoderConfig(vocabulary=6, layers=4, heads=4, width=256),
     "medium": DecoderConfig(vocabulary=50257, layers=8, heads=8, width=512),
 }
+"""The paper's sizes, by name."""
 
 
 def sized(size: str, **changes: Any) -> DecoderConfig:

@@ -18,6 +18,7 @@ from tests.hub.kinds import build_kind, every_kind, own_kinds, tokens_of
 from tests.hub.models import build as build_own
 from tests.hub.models import every_mechanism, generate
 from tests.hub.test_generation import word_tokenizer
+from tests.pages import DOCS, blocks
 from tra.hub import TraForCausalLM
 
 # Importing these libraries warns of matters of their own.
@@ -242,23 +243,10 @@ def test_onnx_computes_the_same(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(found)[tokens], expected[tokens], rtol=1e-3, atol=1e-4)
 
 
-TASK = """
-task: counting
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: 0
-target_delimiter: ""
-metric_list: [{{metric: acc}}]
-"""
-
-
 def test_lm_eval_reads_an_exported_folder(exported: Path, tmp_path: Path) -> None:
     """As a user calls it: it knows the folder only. Answers are as likely as the model itself finds them."""
     pytest.importorskip("lm_eval")
+    (task,) = blocks(DOCS / "lm-eval.md", "yaml")
     model, tokenizer = TraForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     question = "The river rises in the hills . In 1847 the river" * 12
 
@@ -273,7 +261,7 @@ def test_lm_eval_reads_an_exported_folder(exported: Path, tmp_path: Path) -> Non
     rows = [{"question": question, "choices": answers} for answers in choices]
     assert len(tokenizer(question)["input_ids"]) > 16, "longer than it was trained on"
     (tmp_path / "rows.json").write_text("\n".join(json.dumps(row) for row in rows))
-    (tmp_path / "counting.yaml").write_text(TASK.format(file=tmp_path / "rows.json"))
+    (tmp_path / "counting.yaml").write_text(task.replace("rows.json", str(tmp_path / "rows.json")))
     arguments = f"pretrained={exported},trust_remote_code=True,max_length=512"
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--tasks", "counting"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--device", "cpu"]

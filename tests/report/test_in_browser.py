@@ -3,10 +3,9 @@
 import html
 import json
 import re
-import shutil
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -15,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import browser
+from tests.browser import opened_browser, skip_without_browser
 from tra.attention import MECHANISMS, Context
 from tra.attention.context import Terms
 from tra.model import Decoder, DecoderConfig
@@ -24,22 +25,14 @@ from tra.report.inspection import inspect_heads
 from tra.report.reporting import Report, RunLine, report_html
 from tra.report.tables import TEST_SEQUENCES
 
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("needs the chromium of Debian's packages", allow_module_level=True)
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+skip_without_browser()
 
 LENGTH = 23
 LAYERS, HEADS = 2, 4
 
 
-@dataclass
-class Tab:
-    """A page of the browser, and what it complained of or asked for."""
-
-    page: Any
-    complaints: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
+class Tab(browser.Tab):
+    """One that shows an explorer."""
 
     def rows(self, model: int = 0) -> list[list[list[dict[str, Any]]]]:
         """Of each layer and head, what the page says of every query."""
@@ -61,25 +54,11 @@ class Tab:
                     found[at, head, query, : query + 1] = torch.tensor(row["weights"])
         return found
 
-    def text(self, selector: str) -> str:
-        return self.page.locator(selector).first.inner_text()
-
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[Callable[[str], Any]]:
-    """A page of one browser for each colour scheme."""
-    found: dict[str, Any] = {}
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-
-        def of(scheme: str) -> Any:
-            if scheme not in found:
-                size = {"width": 1280, "height": 1600}
-                found[scheme] = browser.new_context(color_scheme=scheme, viewport=size).new_page()
-            return found[scheme]
-
+    with opened_browser() as of:
         yield of
-        browser.close()
 
 
 Show = Callable[..., Tab]
@@ -89,32 +68,20 @@ Show = Callable[..., Tab]
 def show(pages: Callable[[str], Any], tmp_path: Path) -> Iterator[Show]:
     """Open a page from disk. When the test ends, none may have complained, or asked for anything but its own file."""
     tabs: list[Tab] = []
-    listening: list[tuple[Any, str, Any]] = []
 
     def opened(content: Explorer | str, link: str = "", scheme: str = "light") -> Tab:
         path = tmp_path / f"page-{len(tabs)}.html"
         path.write_text(content if isinstance(content, str) else content.html, encoding="utf-8")
         tab = Tab(pages(scheme))
         tabs.append(tab)
-        for event, heard in (
-            ("console", lambda message: tab.complaints.append(message.text)),
-            ("pageerror", lambda error: tab.complaints.append(str(error))),
-            ("dialog", lambda dialog: (tab.complaints.append(dialog.message), dialog.dismiss())),
-            ("request", lambda request: tab.requests.append(request.url)),
-        ):
-            tab.page.on(event, heard)
-            listening.append((tab.page, event, heard))
+        tab.listen()
         tab.page.mouse.move(0, 0)
         tab.page.goto(path.as_uri() + link)
         return tab
 
     yield opened
-    for page, event, heard in listening:
-        page.remove_listener(event, heard)
     for tab in tabs:
-        assert tab.complaints == []
-        others = [url for url in tab.requests if not url.startswith((tmp_path.as_uri(), "blob:", "about:"))]
-        assert others == []
+        tab.check(tmp_path.as_uri())
 
 
 def model_of(attention: str = "tra", **options: Any) -> Decoder:

@@ -36,6 +36,7 @@ MECHANISMS: dict[str, type[Attention]] = {
     "tra-distance-only": DistanceOnlyAttention,
     "tra-ordinary-distance": OrdinaryDistanceAttention,
 }
+"""Every mechanism of this package, by the name that a config, a recipe and a command give it."""
 
 __all__ = [
     "MECHANISMS",
