@@ -11,6 +11,7 @@ What stands behind the language of a block of code says what is done with it:
 """
 
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -36,7 +37,8 @@ def test_python_example_runs(page: Path, code: str, tmp_path: Path) -> None:
 
 
 def run(command: list[str], folder: Path) -> None:
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}  # what is so small is slower with more
+    process = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
 
 
