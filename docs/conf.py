@@ -16,7 +16,7 @@ from tra.cli import COMMANDS
 from tra.version import __version__
 
 HERE = Path(__file__).parent
-os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}  # as wide as a page is, for what commands say
+os.environ |= {"COLUMNS": "88", "NO_COLOR": "1"}  # as wide as a page is, for what commands say
 
 project = "tra"
 author = "The tra developers"
@@ -30,6 +30,8 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
+
+smartquotes = False  # "--help" is two dashes
 
 # A heading can be linked to, as on a forge: other pages and the README count on that.
 myst_heading_anchors = 4

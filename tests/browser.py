@@ -12,7 +12,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 def skip_without_browser() -> None:
-    """For the top of a module of tests."""
+    """For the top of a module of tests, or a fixture."""
     if CHROMIUM is None:
         pytest.skip("needs the chromium of Debian's packages", allow_module_level=True)
     pytest.importorskip("playwright.sync_api", reason="needs playwright")

@@ -18,7 +18,6 @@ from tests.pages import DOCS, ROOT
 from tra import threshold_relative_attention
 
 pytest.importorskip("myst_nb", reason="needs the extra docs")
-skip_without_browser()
 
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
 
@@ -105,6 +104,7 @@ Open = Callable[..., Tab]
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[Callable[[str], Any]]:
+    skip_without_browser()
     with opened_browser() as of:
         yield of
 
