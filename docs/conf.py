@@ -7,6 +7,7 @@ import io
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -31,8 +32,6 @@ extensions = [
     "sphinx_copybutton",
 ]
 
-smartquotes = False  # "--help" is two dashes
-
 # A heading can be linked to, as on a forge: other pages and the README count on that.
 myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
@@ -46,7 +45,8 @@ nb_merge_streams = True
 nb_output_stderr = "remove"  # that a progress bar would look better in a browser, say
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_default_options = {"no-value": True}
+autodoc_typehints = "description"  # beside what each argument is; a signature stays readable
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of PyTorch and transformers are theirs
 python_use_unqualified_type_names = True
@@ -85,15 +85,27 @@ def fit_to_the_site(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = f"---\norphan: true\n---\n\n# {Path(page).parent.name}\n\n{source[0]}"
 
 
+ABOUT_FIELDS: dict[str, list[str]] = {}
+
+
+def put_aside(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """What is said of a field is a sentence, colons included; napoleon would take what stands before one for a type."""
+    if what in ("attribute", "data", "property"):
+        ABOUT_FIELDS[name] = list(lines)
+
+
+def put_back(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = ABOUT_FIELDS.pop(name, lines)
+
+
 class Help(SphinxDirective):
     """What every command says with `--help`."""
 
     def run(self) -> list[nodes.Node]:
         sections: list[nodes.Node] = []
-        for command, about in COMMANDS.items():
+        for command in COMMANDS:
             section = nodes.section(ids=[command], names=[command])
             section += nodes.title(text=f"tra {command}")
-            section += nodes.paragraph(text=about)
             section += nodes.literal_block(text=help_of(command), language="text")
             self.state.document.note_implicit_target(section)
             sections.append(section)
@@ -119,4 +131,6 @@ def save_the_tutorials_explorer(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("source-read", fit_to_the_site)
     app.add_directive("help", Help)
+    app.connect("autodoc-process-docstring", put_aside, priority=400)
+    app.connect("autodoc-process-docstring", put_back, priority=600)  # napoleon's is 500
     app.connect("build-finished", save_the_tutorials_explorer)
