@@ -45,7 +45,6 @@ nb_merge_streams = True
 nb_output_stderr = "remove"  # that a progress bar would look better in a browser, say
 
 autodoc_member_order = "bysource"
-autodoc_default_options = {"no-value": True}
 autodoc_typehints = "description"  # beside what each argument is; a signature stays readable
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of PyTorch and transformers are theirs

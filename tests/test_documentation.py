@@ -37,7 +37,8 @@ def test_python_example_runs(page: Path, code: str, tmp_path: Path) -> None:
 
 
 def run(command: list[str], folder: Path) -> None:
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1"}  # what is so small is slower with more
+    # What is so small is slower with more threads. Nobody's cache is written to.
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "TRA_CACHE": str(folder / "texts")}
     process = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
 

@@ -19,6 +19,7 @@ RECIPES: dict[str, RecipeOf] = {
     "wikitext103": wikitext103,
     "wikitext103-small": wikitext103_small,
 }
+"""Every recipe of this package by name; plug-ins add others."""
 
 
 def build_recipe(name: str, attention: str | None = None) -> Recipe:
