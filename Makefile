@@ -32,7 +32,7 @@ format: setup
 SITE := build/site
 
 docs: setup
-	$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -b html docs $(SITE)
+	$(BIN)/python -m sphinx -W --keep-going -E -q -d build/doctrees -b html docs $(SITE)
 	$(BIN)/python docs/check_links.py $(SITE)
 	$(BIN)/python -m pytest -q -n 2 tests/test_documentation.py
 

@@ -36,8 +36,8 @@ extensions = [
 myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
 
-# The tutorial is run when the site is made, and again only when its cells change.
-nb_execution_mode = "cache"
+# The tutorial is run whenever the site is made: what it shows depends on all of the package.
+nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_execution_in_temp = True
@@ -55,6 +55,7 @@ add_module_names = False
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the usual one underlines every class
 html_title = f"tra {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
