@@ -57,6 +57,20 @@ def gradients(inputs: tuple[Tensor, ...], grad: Tensor, seed: int = 0, **options
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
+def with_any_threads(inputs: tuple[Tensor, ...], grad: Tensor, **options: object) -> list[Tensor]:
+    """Output and gradients, whose bits must not depend on the number of threads."""
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 1):
+            torch.set_num_threads(count)
+            found.append(gradients(inputs, grad, **options))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(equal_bits(left, right) for left, right in zip(found[0], other, strict=True))
+    return found[0]
+
+
 def language_like(batch: int, heads: int, length: int, width: int = 64, seed: int = 0) -> tuple[Tensor, ...]:
     rng = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(batch, heads, length, width, generator=rng) for _ in range(3))
@@ -254,16 +268,24 @@ def test_same_bits_on_every_run_and_for_any_number_of_threads(
     if masked:
         options["key_mask"] = torch.rand(2, 333) < 0.8
         options["segment_ids"] = torch.randint(4, (2, 333)).sort(dim=1).values
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3, 1):
-            torch.set_num_threads(count)
-            found.append(gradients(inputs, grad, **options))
-    finally:
-        torch.set_num_threads(threads)
-    for other in found[1:]:
-        assert all(equal_bits(left, right) for left, right in zip(found[0], other, strict=True))
+    with_any_threads(inputs, grad, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tolerance, heads, length", [(0.0, 8, 555), (1e-6, 64, 290)])
+def test_gradients_that_several_blocks_of_rows_add_to(
+    variant: str, tolerance: float, heads: int, length: int, dtype: torch.dtype
+) -> None:
+    # The more query heads share keys, the fewer positions make a block of backward: here there are three.
+    query, key, value, gate = integer_inputs(1, heads, length, 8, dtype)
+    inputs = (query[:, :, 10:], key[:, :1], value[:, :1], gate[:, :, 10:].float() / 20)
+    grad = torch.randn(inputs[0].shape).to(dtype)
+    options: dict[str, object] = {"tolerance": tolerance, "key_mask": torch.rand(1, length) < 0.9}
+    ours = with_any_threads(inputs, grad, **options)
+    exact = gradients(tuple(x.double() for x in inputs), grad, impl="reference", **options)
+    rounding = 4 * torch.finfo(dtype).eps
+    for right, found in zip(exact, ours, strict=True):
+        assert_close(found.double(), right, rtol=rounding, atol=rounding * (1 + right.abs().max().item()))
 
 
 @pytest.mark.parametrize("tolerance", [0.0, None, 1e-3])
@@ -459,23 +481,21 @@ def test_several_python_threads_at_once_get_their_own_results() -> None:
     assert not failures
 
 
-def _in_child(queue) -> None:  # type: ignore[no-untyped-def]
-    # So few numbers that PyTorch's own operations, which hang after a fork, want one thread.
-    inputs = language_like(1, 2, 200)
-    grad = torch.ones(1, 2, 200, 64)
+def _in_child(queue, inputs: tuple[Tensor, ...], grad: Tensor) -> None:  # type: ignore[no-untyped-def]
     queue.put([x.numpy().tobytes() for x in gradients(inputs, grad)])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_works_after_fork() -> None:
-    _ = gradients(language_like(1, 2, 200), torch.ones(1, 2, 200, 64))  # the parent's pool is running
+    # Made before the fork: PyTorch's own operations may hang after it.
+    inputs, grad = language_like(1, 2, 200), torch.ones(1, 2, 200, 64)
+    expected = gradients(inputs, grad)  # the parent's pool is running
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_in_child, args=(queue,))
+    child = context.Process(target=_in_child, args=(queue, inputs, grad), daemon=True)
     child.start()
     found = queue.get(timeout=60)
     child.join()
-    expected = gradients(language_like(1, 2, 200), torch.ones(1, 2, 200, 64))
     assert found == [x.numpy().tobytes() for x in expected]
 
 

@@ -85,6 +85,26 @@ inline uint64_t bits_of(Ints truth) {
 #endif
 }
 
+// Swaps blocks of kStep x kStep lanes that lie across the diagonal of two vectors of a square.
+template <int kStep>
+inline void swap_blocks(Floats& first, Floats& second) {
+    Ints upper, lower;
+    for (int lane = 0; lane < kWidth; lane++) {
+        upper[lane] = lane & kStep ? kWidth + lane - kStep : lane;
+        lower[lane] = lane & kStep ? kWidth + lane : lane + kStep;
+    }
+    const Floats kept = first;
+    first = __builtin_shuffle(kept, second, upper);
+    second = __builtin_shuffle(kept, second, lower);
+}
+// Rows become columns.
+template <int kStep = kWidth / 2>
+inline void transpose(Floats (&square)[kWidth]) {
+    for (int row = 0; row < kWidth; row++)
+        if (!(row & kStep)) swap_blocks<kStep>(square[row], square[row + kStep]);
+    if constexpr (kStep > 1) transpose<kStep / 2>(square);
+}
+
 // The least argument exponential() takes: below it 2^n would leave the normal numbers.
 constexpr float kLeastExponent = -86.0f;
 
