@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -85,23 +86,25 @@ inline uint64_t bits_of(Ints truth) {
 #endif
 }
 
+#if defined(__clang__)
+#define TRA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define TRA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
 // Swaps blocks of kStep x kStep lanes that lie across the diagonal of two vectors of a square.
-template <int kStep>
-inline void swap_blocks(Floats& first, Floats& second) {
-    Ints upper, lower;
-    for (int lane = 0; lane < kWidth; lane++) {
-        upper[lane] = lane & kStep ? kWidth + lane - kStep : lane;
-        lower[lane] = lane & kStep ? kWidth + lane : lane + kStep;
-    }
-    const Floats kept = first;
-    first = __builtin_shuffle(kept, second, upper);
-    second = __builtin_shuffle(kept, second, lower);
+template <int kStep, int... kLane>
+inline void swap_blocks(Floats& upper, Floats& lower, std::integer_sequence<int, kLane...>) {
+    const Floats kept = upper;
+    upper = TRA_SHUFFLE(kept, lower, (kLane & kStep ? kWidth + kLane - kStep : kLane)...);
+    lower = TRA_SHUFFLE(kept, lower, (kLane & kStep ? kWidth + kLane : kLane + kStep)...);
 }
 // Rows become columns.
 template <int kStep = kWidth / 2>
 inline void transpose(Floats (&square)[kWidth]) {
     for (int row = 0; row < kWidth; row++)
-        if (!(row & kStep)) swap_blocks<kStep>(square[row], square[row + kStep]);
+        if (!(row & kStep))
+            swap_blocks<kStep>(square[row], square[row + kStep], std::make_integer_sequence<int, kWidth>());
     if constexpr (kStep > 1) transpose<kStep / 2>(square);
 }
 

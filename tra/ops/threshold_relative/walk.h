@@ -172,7 +172,7 @@ struct Rule<Mode::kMaximum, kDrops> {
     Rule(const Plan&, const Tile&, int64_t, float*, Lanes<Mode::kMaximum>& of, int lane)
         : lanes(of), at(lane), largest(load(of.largest + lane)) {}
     void meet(int64_t, Ints counts, Floats logit, Floats, float*) {
-        largest = counts & (logit > largest) ? logit : largest;
+        largest = (counts & (logit > largest)) ? logit : largest;
     }
     void save() { store(lanes.largest + at, largest); }
 };
