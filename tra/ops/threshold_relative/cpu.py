@@ -119,15 +119,14 @@ def _view(tensor: Tensor) -> tuple[int, ...]:
 
 def _load() -> tuple[dict[str, ctypes.CDLL], int, str | None]:
     """The variants that were built and that this processor runs, and the widest head they take; or none, and why."""
-    folder = Path(__file__).parent
-    files = {name: next(iter(sorted(folder.glob(f"_cpu_{name}.*so"))), None) for name in VARIANTS}
-    if files["generic"] is None:
+    files = {name: Path(__file__).with_name(f"_cpu_{name}.so") for name in VARIANTS}
+    if not files["generic"].exists():
         return {}, 0, NOT_BUILT
     try:
         generic = ctypes.CDLL(str(files["generic"]))
         generic.tra_variant.restype = ctypes.c_char_p
         runnable = VARIANTS[: VARIANTS.index(generic.tra_variant().decode()) + 1]
-        libraries = {name: ctypes.CDLL(str(files[name])) for name in runnable if files[name] is not None}
+        libraries = {name: ctypes.CDLL(str(files[name])) for name in runnable if files[name].exists()}
         # A library left over from another version would read the problem's fields at the wrong places.
         sizes = {getattr(library, f"tra_problem_size_{name}")() for name, library in libraries.items()}
         widest = generic.tra_widest_generic()
@@ -163,4 +162,5 @@ variant = list(LIBRARIES)[-1] if LIBRARIES else None
 """The variant in use: the richest that was built and runs here."""
 _parallel = _find_parallel()
 _warned = False
-os.register_at_fork(after_in_child=_forget_pool)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_forget_pool)
