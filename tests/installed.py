@@ -36,7 +36,7 @@ def check() -> str:
     tags = [line.removeprefix("Tag: ") for line in wheel.splitlines() if line.startswith("Tag: ")]
     assert tags, "no tags"
     assert all(tag.startswith("py3-none-") for tag in tags), tags
-    impl = "reference" if sys.platform == "win32" else "cpu"  # which no compiler for Windows builds
+    impl = "reference" if sys.platform == "win32" else "cpu"  # where the kernel is not built
     found, expected = results(impl, torch.float32), results("reference", torch.float64)
     assert len(found) == len(expected) == 5
     for one, other in zip(found, expected, strict=True):
