@@ -4,6 +4,7 @@
 """
 
 import importlib.metadata
+import platform
 import sys
 from pathlib import Path
 
@@ -32,11 +33,17 @@ def check() -> str:
     from tra.ops.threshold_relative import cpu
 
     assert Path(tra.__file__).parent != ROOT / "tra", "the sources were imported, not what is installed"
-    wheel = importlib.metadata.distribution(DISTRIBUTION).read_text("WHEEL") or ""
-    tags = [line.removeprefix("Tag: ") for line in wheel.splitlines() if line.startswith("Tag: ")]
+    distribution = importlib.metadata.distribution(DISTRIBUTION)
+    wheel = (distribution.read_text("WHEEL") or "").splitlines()
+    tags = [line.removeprefix("Tag: ") for line in wheel if line.startswith("Tag: ")]
     assert tags, "no tags"
     assert all(tag.startswith("py3-none-") for tag in tags), tags
-    impl = "reference" if sys.platform == "win32" else "cpu"  # where the kernel is not built
+    # Every build is optional, so that one which failed would not be missed otherwise. Windows has none.
+    variants = cpu.VARIANTS if platform.machine() == "x86_64" else cpu.VARIANTS[:1]
+    variants = () if sys.platform == "win32" else variants
+    built = {file.stem for file in distribution.files or () if file.suffix == ".so"}
+    assert built == {f"_cpu_{variant}" for variant in variants}, built
+    impl = "cpu" if built else "reference"
     found, expected = results(impl, torch.float32), results("reference", torch.float64)
     assert len(found) == len(expected) == 5
     for one, other in zip(found, expected, strict=True):
