@@ -17,22 +17,32 @@ from tra.environment import environment
 from tra.errors import RunError
 from tra.files import write_json
 from tra.ops import threshold_relative_attention
+from tra.ops.threshold_relative import cpu
 from tra.progress import say
 from tra.report.figures import save_figure, time_by_length
 from tra.runs import load_run
 
 
 def run_benchmarks(
-    folder: Path, seconds: float, only: str = "", run: Path | None = None, lengths: Sequence[int] = ()
+    folder: Path,
+    seconds: float,
+    only: str = "",
+    run: Path | None = None,
+    lengths: Sequence[int] = (),
+    variant: str | None = None,
 ) -> dict[str, Any]:
     """Measure every row whose name contains ``only``, for so many seconds each, and write ``bench.json`` and
     ``bench.png``. Without ``only`` also the share of the machine's speed and the peak memory.
 
     With a run, rows of the trained model at so many tokens, and ``bench.json`` alone, with the quantiles of its gates.
+    With a variant, that build of the CPU kernel.
 
     Returns:
         What ``bench.json`` holds.
     """
+    if variant is not None:
+        with cpu.using(variant):
+            return run_benchmarks(folder, seconds, only, run, lengths)
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds!r}")
     if lengths and run is None:
@@ -51,6 +61,7 @@ def run_benchmarks(
     content: dict[str, Any] = {
         "command": _command(seconds, only, run, lengths),
         "environment": environment(),
+        "variant": cpu.variant,
         "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
     }
     if found is not None:
@@ -72,6 +83,8 @@ def run_benchmarks(
 def _command(seconds: float, only: str, run: Path | None, lengths: Sequence[int]) -> str:
     """What to type to measure the same again."""
     words = ["tra", "bench", "--seconds", f"{seconds:g}"]
+    if cpu.variant not in (None, list(cpu.LIBRARIES)[-1]):
+        words += ["--variant", str(cpu.variant)]
     if run is not None:
         words += ["--run", str(run)]
         words += [] if tuple(lengths) == LENGTHS else ["--lengths", *map(str, lengths)]

@@ -25,6 +25,8 @@ class Bench(Common):
     """Time for each comparison."""
     only: str = ""
     """Measure only rows whose name contains this."""
+    variant: str | None = None
+    """Build of the CPU kernel to measure: generic, avx2 or avx512; by default the best that runs here."""
     device: str = "cpu"
     """cpu, or cuda: attention alone, in bfloat16, against FlashAttention, FlexAttention and the paper's listing."""
     json: bool = False
@@ -42,14 +44,17 @@ def run(arguments: list[str]) -> int:
     from tra.bench import run_benchmarks
     from tra.bench.gpu import run_gpu_benchmarks
 
-    if options.device == "cuda" and options.run is not None:
-        raise ValueError("run must be left out with device cuda: a trained model is measured on the CPU")
+    for name, given in (("run", options.run), ("variant", options.variant)):
+        if options.device == "cuda" and given is not None:
+            raise ValueError(f"{name} must be left out with device cuda: it is measured on the CPU")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be cpu where PyTorch finds no GPU, got 'cuda'")
     folder = options.output or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
     with on_console(quiet=options.json):
         if options.device == "cpu":
-            content = run_benchmarks(folder, options.seconds, options.only, options.run, options.lengths)
+            content = run_benchmarks(
+                folder, options.seconds, options.only, options.run, options.lengths, options.variant
+            )
         else:
             content = run_gpu_benchmarks(folder, options.seconds, options.only, options.device)
     print(json.dumps(content, indent=2) if options.json else folder)

@@ -5,12 +5,14 @@ import os
 import struct
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tra.lookup import lookup
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options, broken_bound
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -64,6 +66,18 @@ def passed_over(reason: str) -> None:
             f"threshold_relative_attention runs many times slower without its native CPU kernel, which {reason}",
             stacklevel=4,
         )
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Compute with that variant meanwhile, of those that are built and run here: to compare them."""
+    global variant
+    lookup(LIBRARIES, name, "variant")
+    before, variant = variant, name
+    try:
+        yield
+    finally:
+        variant = before
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
