@@ -13,7 +13,9 @@ def test_options_are_passed_on_and_what_was_measured_printed(
     given: list[object] = []
 
     def measure(*arguments: object) -> dict[str, object]:
-        given.append(arguments)
+        *others, more = arguments
+        assert [case.what for case in more] == ["generate, small model, tra", "generate, small model, rope"]
+        given.append(tuple(others))
         return {"rows": [{"ratio": 0.5}]}
 
     monkeypatch.setattr("tra.bench.run_benchmarks", measure)

@@ -9,9 +9,13 @@ import torch.nn.functional as F
 
 from tra.bench.timing import Work
 from tra.bench.workloads import attention, decoding, native, new_token, papers_listing, training_step
-from tra.model import sized
+from tra.model import DecoderConfig, sized
+from tra.recipes import build_recipe
 
 Prepare = Callable[[], Work]
+
+CACHED = {"small": (128, 1024, 4096, 16384, 65536), "medium": (4096, 65536)}
+"""Tokens in the cache of language models of these sizes."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,9 @@ def cases() -> Iterator[Case]:
     for batch in (1, 8):
         for cached, goal in ((4096, 0.2), (65536, 0.03)):
             yield _decoding(batch, cached, goal)
-    for cached in (4096, 65536):
-        yield _generation("medium", cached)
+    for size, lengths in CACHED.items():
+        for cached in lengths:
+            yield _generation(size, cached)
     yield _training("mini", 16, 512, 0.9)
     yield _training("medium", 8, 128, 1.0)
     yield _training("medium", 8, 1024, 0.85)
@@ -116,12 +121,18 @@ def _decoding(batch: int, cached: int, goal: float) -> Case:
     )
 
 
+def language_model(size: str, mechanism: str) -> DecoderConfig:
+    """Of the recipe that is called so; its tokens are text."""
+    return build_recipe({"small": "wikitext103-small", "medium": "wikitext103"}[size], mechanism).model
+
+
 def _generation(size: str, cached: int) -> Case:
     return Case(
         f"new token of a {size} model",
         f"1x{cached}",
-        lambda: new_token(sized(size, attention="tra"), cached),
-        {"RoPE on SDPA": lambda: new_token(sized(size, attention="rope"), cached)},
+        lambda: new_token(language_model(size, "tra"), cached),
+        {"RoPE on SDPA": lambda: new_token(language_model(size, "rope"), cached)},
+        goal=1.0 if size == "small" else None,
     )
 
 

@@ -29,12 +29,14 @@ def run_benchmarks(
     only: str = "",
     run: Path | None = None,
     lengths: Sequence[int] = (),
+    more: Sequence[Case] = (),
     variant: str | None = None,
 ) -> dict[str, Any]:
     """Measure every row whose name contains ``only``, for so many seconds each, and write ``bench.json`` and
     ``bench.png``. Without ``only`` also the share of the machine's speed and the peak memory.
 
-    With a run, rows of the trained model at so many tokens, and ``bench.json`` alone, with the quantiles of its gates.
+    ``more`` are cases beyond those of `cases`, whose libraries this folder does not import. With a run, rows of the
+    trained model at so many tokens, and ``bench.json`` alone, with the quantiles of its gates.
     With a variant, that build of the CPU kernel.
 
     Returns:
@@ -42,7 +44,7 @@ def run_benchmarks(
     """
     if variant is not None:
         with cpu.using(variant):
-            return run_benchmarks(folder, seconds, only, run, lengths)
+            return run_benchmarks(folder, seconds, only, run, lengths, more)
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds!r}")
     if lengths and run is None:
@@ -51,7 +53,7 @@ def run_benchmarks(
         raise ValueError(f"lengths must be at least 2, got {min(lengths)}")
     lengths = tuple(lengths) or LENGTHS
     found = None if run is None else load_run(run)
-    every = list(cases() if found is None else trained_cases(found, lengths))
+    every = [*cases(), *more] if found is None else list(trained_cases(found, lengths))
     names = list(dict.fromkeys(case.what for case in every))
     if not any(only in name for name in names):
         raise ValueError(f"only must be part of the name of a row, got {only!r}; rows: {'; '.join(names)}")

@@ -3,9 +3,14 @@
 import json
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tra.cli.options import Common, on_console, parse
+
+if TYPE_CHECKING:
+    from tra.bench.cases import Case
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,24 @@ def run(arguments: list[str]) -> int:
     with on_console(quiet=options.json):
         if options.device == "cpu":
             content = run_benchmarks(
-                folder, options.seconds, options.only, options.run, options.lengths, options.variant
+                folder,
+                options.seconds,
+                options.only,
+                options.run,
+                options.lengths,
+                _cases_with_transformers(),
+                options.variant,
             )
         else:
             content = run_gpu_benchmarks(folder, options.seconds, options.only, options.device)
     print(json.dumps(content, indent=2) if options.json else folder)
     return 0
+
+
+def _cases_with_transformers() -> "list[Case]":
+    """None where transformers is not installed, without which all others can be measured."""
+    if find_spec("transformers") is None:
+        return []
+    from tra.hub.bench import generation_cases
+
+    return list(generation_cases())
