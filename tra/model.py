@@ -1,6 +1,6 @@
 """The decoder of the paper: embedding, blocks of attention and SwiGLU, norm, output head."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, ClassVar, Literal
@@ -340,28 +340,17 @@ class Decoder(nn.Module):
         self.hidden_from(self.embedded(tokens), key_mask=key_mask, segment_ids=segment_ids, weights=weights)
         return weights
 
-    def generate(
-        self,
-        tokens: Tensor,
-        new: int,
-        sampling: Sampling = GREEDY,
-        *,
-        key_mask: Tensor | None = None,
-        end: Collection[int] = (),
-        pad: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """``tokens [B, L]`` and at most so many new ones behind them, fewer when all rows have ended.
+    def generate(self, tokens: Tensor, new: int, sampling: Sampling = GREEDY, **options: Any) -> Tensor:
+        """``tokens [B, L]`` and at most ``new`` more behind them, fewer when all rows have ended.
 
-        They are those of transformers' `generate`. As they come, :func:`tra.generation.continued` gives them, whose
-        arguments these are.
+        They are those of transformers' `generate`. ``options`` are those of :func:`tra.generation.continued`, which
+        gives tokens as they come: ``key_mask``, ``end``, ``pad`` and ``generator``.
 
         Example:
             >>> model = Decoder(sized("mini")).eval()
             >>> model.generate(torch.tensor([[1, 2, 3]]), 4, Sampling(temperature=0.8, top_k=3)).shape
             torch.Size([1, 7])
         """
-        options: dict[str, Any] = {"key_mask": key_mask, "end": end, "pad": pad, "generator": generator}
         added = continued(self.reader(), tokens, new, sampling, **options)
         return torch.cat([tokens, *(chosen[:, None] for chosen in added)], dim=1)
 
