@@ -14,7 +14,10 @@ def test_options_are_passed_on_and_what_was_measured_printed(
 
     def measure(*arguments: object) -> dict[str, object]:
         *others, more = arguments
-        assert [case.what for case in more] == ["generate, small model, tra", "generate, small model, rope"]
+        assert [case.what for case in more] == [
+            "64 new tokens of a small model, tra",
+            "64 new tokens of a small model, rope",
+        ]
         given.append(tuple(others))
         return {"rows": [{"ratio": 0.5}]}
 

@@ -18,7 +18,7 @@ def generation_cases() -> Iterator[Case]:
     """The small language model, untrained, at batch 1."""
     for mechanism, goal in (("tra", 0.5), ("rope", None)):
         yield Case(
-            f"generate, small model, {mechanism}",
+            f"{NEW} new tokens of a small model, {mechanism}",
             f"1x{PROMPT}+{NEW}",
             lambda mechanism=mechanism: ours(mechanism),  # type: ignore[misc]
             {"transformers": lambda mechanism=mechanism: theirs(mechanism)},  # type: ignore[misc]
