@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor, nn
@@ -124,6 +125,10 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
         def forward(self, *arguments: Any) -> Tensor:
             return 0.5 * super().forward(*arguments)
 
+    class Added(accelerate.hooks.ModelHook):
+        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+            return output + 1.0
+
     def hooked(module: nn.Module) -> None:
         module.register_forward_hook(lambda _module, _given, out: out + 1.0)
 
@@ -135,6 +140,7 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
     changes = [
         louder,
         lambda decoder: setattr(decoder.blocks[0], "__class__", Halved),
+        lambda decoder: accelerate.hooks.add_hook_to_module(decoder.blocks[1].attention.value, Added()),
         *(
             lambda decoder, name=name: hooked(decoder.get_submodule(name))
             for name in ("blocks.0", "blocks.0.attention", "blocks.1.attention.query", "blocks.1.mlp", "norm", "head")

@@ -170,8 +170,10 @@ def direct(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def observed(module: nn.Module) -> bool:
-    """Whether anybody has a hook on it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or _has_any_global_hook()
+    """Whether anybody has a hook on it, or a forward in the place of its own, as Accelerate has."""
+    return (
+        bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)) or _has_any_global_hook()
+    )
 
 
 def check_stream(name: str, x: Tensor, width: int) -> None:
