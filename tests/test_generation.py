@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.hub.models import VOCABULARY, build, every_mechanism, left_padded, prompt
 from tests.hub.models import generate as theirs
-from tra import Decoder, Sampling, sized
+from tra import Decoder, Sampling, ThresholdRelativeAttention, sized
 from tra.errors import RunError
 from tra.generation import continued
 from tra.hub import to_decoder
@@ -125,6 +125,11 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
         def forward(self, *arguments: Any) -> Tensor:
             return 0.5 * super().forward(*arguments)
 
+    class Turned(ThresholdRelativeAttention):
+        def project(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = super().project(*arguments)
+            return query.flip(-1), key, value
+
     class Added(accelerate.hooks.ModelHook):
         def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
             return output + 1.0
@@ -140,6 +145,7 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
     changes = [
         louder,
         lambda decoder: setattr(decoder.blocks[0], "__class__", Halved),
+        lambda decoder: setattr(decoder.blocks[0].attention, "__class__", Turned),
         lambda decoder: accelerate.hooks.add_hook_to_module(decoder.blocks[1].attention.value, Added()),
         *(
             lambda decoder, name=name: hooked(decoder.get_submodule(name))

@@ -176,8 +176,9 @@ class Block(nn.Module):
         the block or on its parts, or a subclass computes otherwise, it is `forward` itself.
         """
         attention, mlp, adds_to_normalised = self.attention, self.mlp, self.adds_to_normalised
-        as_written = type(self).forward is Block.forward and type(attention).forward is Attention.forward
-        if not as_written or type(mlp) is not MLP or any(map(observed, (self, attention, mlp))):
+        ours = type(self).forward is Block.forward and type(mlp) is MLP
+        ours &= all(getattr(type(attention), name) is getattr(Attention, name) for name in ("forward", "project"))
+        if not ours or any(map(observed, (self, attention, mlp))):
             return lambda x, context: self(x[:, None], context)[:, 0]
         attend = attention.for_one_token()
         attention_norm, mlp_norm, expand, contract = map(
