@@ -13,12 +13,12 @@ def test_options_are_passed_on_and_what_was_measured_printed(
     given: list[object] = []
 
     def measure(*arguments: object) -> dict[str, object]:
-        *others, more = arguments
+        *others, more, variant = arguments
         assert [case.what for case in more] == [
             "64 new tokens of a small model, tra",
             "64 new tokens of a small model, rope",
         ]
-        given.append(tuple(others))
+        given.append((*others, variant))
         return {"rows": [{"ratio": 0.5}]}
 
     monkeypatch.setattr("tra.bench.run_benchmarks", measure)
