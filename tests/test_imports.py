@@ -1,9 +1,11 @@
-"""`import tra` needs torch alone."""
+"""`import tra` needs torch alone; what needs more says what to install."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 
 def test_import_loads_no_optional_dependency() -> None:
@@ -17,6 +19,51 @@ def test_import_loads_no_optional_dependency() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
+
+
+def without(missing: str, statement: str) -> subprocess.CompletedProcess[str]:
+    """A process in which a finder in front of all others hides a module."""
+    program = f"""
+import sys, torch
+from importlib.abc import MetaPathFinder
+class Hiding(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hiding())
+def command(*words):
+    from tra.__main__ import run
+    sys.argv[1:] = words
+    sys.exit(run())
+{statement}
+"""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "missing, statement, extra",
+    [
+        ("transformers", "import tra.hub", "hub"),
+        ("tyro", "import tra.recipes", "train"),
+        ("tyro", "from tra.runs import train", "train"),
+        ("tyro", "command()", "train"),
+        ("rich", "command('list')", "train"),
+        ("transformers", "command('export', 'a', 'b')", "hub"),
+    ],
+)
+def test_what_is_missing_is_named_in_one_line_with_what_brings_it(missing: str, statement: str, extra: str) -> None:
+    done = without(missing, statement)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    said = f"No module named '{missing}': pip install 'threshold-relative-attention[{extra}]'"
+    if statement.startswith("command"):
+        assert lines == [f"tra: error: {said}"]
+    else:
+        assert lines[-1] == f"ModuleNotFoundError: {said}"
+
+
+def test_the_hub_needs_no_command_line() -> None:
+    assert without("tyro", "import tra.hub").returncode == 0
 
 
 ROOT = Path(__file__).parent.parent

@@ -1,6 +1,7 @@
 """Threshold relative attention: attention that keeps working past its training length."""
 
 from tra.attention import MECHANISMS, Cache, Context, ThresholdRelativeAttention
+from tra.generation import Sampling
 from tra.model import SIZES, Decoder, DecoderConfig, sized
 from tra.ops import threshold_relative_attention
 from tra.version import __version__
@@ -12,6 +13,7 @@ __all__ = [
     "Context",
     "Decoder",
     "DecoderConfig",
+    "Sampling",
     "ThresholdRelativeAttention",
     "__version__",
     "sized",

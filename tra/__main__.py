@@ -2,12 +2,14 @@
 
 import sys
 
+from tra.errors import not_installed
+
 
 def run() -> int:
     try:
         from tra.cli import main
     except ModuleNotFoundError as error:
-        print(f"tra: error: {error}: pip install 'threshold-relative-attention[train]'", file=sys.stderr)
+        print(f"tra: error: {not_installed(error)}", file=sys.stderr)
         return 1
     return main()
 

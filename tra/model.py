@@ -1,6 +1,6 @@
 """The decoder of the paper: embedding, blocks of attention and SwiGLU, norm, output head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, ClassVar, Literal
@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tra import plugins
 from tra.attention import MECHANISMS, Attention, Cache, Context
-from tra.attention.base import check_stream
+from tra.attention.base import check_stream, direct, observed
 from tra.attention.options import options_of
+from tra.generation import GREEDY, Reader, Sampling, continued
 from tra.lookup import lookup
 from tra.options import among, checked_options, mismatch, written
 
@@ -168,6 +169,34 @@ class Block(nn.Module):
         x = normed if self.adds_to_normalised else x
         return x + self.mlp(normed)
 
+    def for_one_token(self) -> Callable[[Tensor, Context], Tensor]:
+        """`forward` in evaluation mode for one new token of each row, ``[B, width]``, with all layers looked up
+        beforehand.
+
+        It computes the same, to the bit: only what modules ask at every call is left out. Where anybody has a hook on
+        the block or on its parts, or a subclass computes otherwise, it is `forward` itself.
+        """
+        attention, mlp, adds_to_normalised = self.attention, self.mlp, self.adds_to_normalised
+        ours = type(self).forward is Block.forward and type(mlp) is MLP
+        ours &= all(getattr(type(attention), name) is getattr(Attention, name) for name in ("forward", "project"))
+        if not ours or any(map(observed, (self, attention, mlp))):
+            return lambda x, context: self(x[:, None], context)[:, 0]
+        attend = attention.for_one_token()
+        attention_norm, mlp_norm, expand, contract = map(
+            direct, (self.attention_norm, self.mlp_norm, mlp.expand, mlp.contract)
+        )
+
+        def forward(x: Tensor, context: Context) -> Tensor:
+            normed = attention_norm(x)
+            x = normed if adds_to_normalised else x
+            x = x + attend(normed, context)
+            normed = mlp_norm(x)
+            x = normed if adds_to_normalised else x
+            value, gate = expand(normed).chunk(2, dim=-1)
+            return x + contract(value * F.silu(gate))
+
+        return forward
+
     def gates(self, x: Tensor) -> Tensor | None:
         """The gates ``[B, heads, L]`` that x opens, None if the mechanism has none."""
         return self.attention.gates(self.attention_norm(x))
@@ -312,6 +341,43 @@ class Decoder(nn.Module):
         weights: list[Tensor] = []
         self.hidden_from(self.embedded(tokens), key_mask=key_mask, segment_ids=segment_ids, weights=weights)
         return weights
+
+    def generate(self, tokens: Tensor, new: int, sampling: Sampling = GREEDY, **options: Any) -> Tensor:
+        """``tokens [B, L]`` and at most ``new`` more behind them, fewer when all rows have ended.
+
+        They are those of transformers' `generate`. ``options`` are those of :func:`tra.generation.continued`, which
+        gives tokens as they come: ``key_mask``, ``end``, ``pad`` and ``generator``.
+
+        Example:
+            >>> model = Decoder(sized("mini")).eval()
+            >>> model.generate(torch.tensor([[1, 2, 3]]), 4, Sampling(temperature=0.8, top_k=3)).shape
+            torch.Size([1, 7])
+        """
+        added = continued(self.reader(), tokens, new, sampling, **options)
+        return torch.cat([tokens, *(chosen[:, None] for chosen in added)], dim=1)
+
+    def reader(self, cache: Sequence[Cache] | None = None, head: nn.Module | None = None) -> Reader:
+        """What reads tokens one call after another, with weights as they are now, and scores the next one.
+
+        Args:
+            cache: where it remembers them; a new one by default.
+            head: takes the place of the output head.
+        """
+        caches = self.new_cache() if cache is None else cache
+        norm, score = direct(self.norm), direct(self.head if head is None else head)
+        if self.training or observed(self):
+            return lambda tokens, key_mask: score(self.hidden(tokens, cache=caches, key_mask=key_mask)[:, -1:])[:, 0]
+        blocks = [block.for_one_token() for block in self.blocks]  # type: ignore[operator]
+
+        def read(tokens: Tensor, key_mask: Tensor | None) -> Tensor:
+            if tokens.shape[1] != 1:
+                return score(self.hidden(tokens, cache=caches, key_mask=key_mask)[:, -1:])[:, 0]
+            x = self.looked_up(tokens[:, 0], "tokens")
+            for block, layer in zip(blocks, caches, strict=True):
+                x = block(x, Context(layer, key_mask, checked=True))
+            return score(norm(x))
+
+        return read
 
     def _context(
         self,

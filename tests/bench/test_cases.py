@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tra.bench import cases
 from tra.bench.cases import Case, Row
+from tra.hub.bench import generation_cases
 from tra.model import DecoderConfig
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -22,7 +24,8 @@ def case_of(what: str, shape: str) -> Case:
 def test_every_row_that_the_docs_quote_can_be_measured_again(folder: str) -> None:
     stored = json.loads((RESULTS / folder / "bench.json").read_text())["rows"]
     assert stored
-    found = {(case.what, case.shape, against) for case in cases.cases() for against in case.others}
+    every = [*cases.cases(), *generation_cases()]
+    found = {(case.what, case.shape, against) for case in every for against in case.others}
     assert {(row["what"], row["shape"], row["against"]) for row in stored} <= found
 
 
@@ -44,6 +47,7 @@ def test_both_sides_of_attention_have_the_shape_that_the_row_says(
     "builder, what, shape, numbers",
     [
         ("new_token", "new token of a medium model", "1x4096", (4096,)),
+        ("new_token", "new token of a small model", "1x128", (128,)),
         ("training_step", "training step, medium model", "8x128", (8, 128)),
     ],
 )
@@ -62,10 +66,18 @@ def test_whole_models_are_compared_that_differ_in_the_mechanism_alone(
     assert builder == "new_token" or ours.dropout == 0.0, "with dropout PyTorch's attention leaves its fast path"
 
 
-def test_every_comparison_with_pytorch_has_a_goal_but_those_of_generation() -> None:
+def test_every_comparison_with_pytorch_has_a_goal_but_that_of_the_medium_model() -> None:
     without = {case.what for case in cases.cases() if case.goal is None}
     assert without == {"growth per doubling, default tolerance", "new token of a medium model"}
     assert all(next(iter(case.others)) in ("SDPA", "RoPE on SDPA") for case in cases.cases() if case.goal is not None)
+
+
+def test_generation_is_compared_with_transformers_on_the_same_tokens() -> None:
+    for case in generation_cases():
+        (theirs,) = case.others.values()
+        made = case.ours()()
+        assert made.shape == (1, 72)
+        assert torch.equal(made, theirs()())
 
 
 def test_a_row_says_what_was_measured_and_what_is_wanted() -> None:

@@ -11,6 +11,7 @@ from tra.bench import run, run_benchmarks
 from tra.bench.cases import Case
 from tra.bench.workloads import attention, native, papers_listing
 from tra.errors import RunError
+from tra.ops.threshold_relative import cpu
 from tra.progress import shown
 
 
@@ -53,6 +54,18 @@ def test_only_leaves_out_other_rows_and_what_belongs_to_all_of_them(tmp_path: Pa
     assert content["environment"]["cores"] >= 1
     assert "share_of_sgemm" not in content
     assert "peak_memory_megabytes" not in content
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.skipif(not cpu.LIBRARIES, reason="the CPU kernel is not built")
+def test_a_variant_of_the_kernel_is_measured_by_name_and_only_meanwhile(tmp_path: Path) -> None:
+    before = cpu.variant
+    content = run_benchmarks(tmp_path, 0.01, "decode", variant="generic")
+    assert content["variant"] == "generic"
+    assert content["command"] == "tra bench --seconds 0.01 --variant generic --only decode"
+    assert cpu.variant == before
+    with pytest.raises(ValueError, match="variant"):
+        run_benchmarks(tmp_path, 0.01, variant="avx1024")
 
 
 @pytest.mark.usefixtures("few")

@@ -12,6 +12,7 @@ from tests.language_run import train_on_text
 from tests.runs.tiny import TINY
 from tra.bench import run_benchmarks, trained
 from tra.bench.cases import Case
+from tra.generation import Reader
 from tra.model import Decoder, DecoderConfig
 from tra.runs import Run, load_run, train
 
@@ -64,19 +65,19 @@ def test_sdpa_gets_the_first_layers_queries_keys_and_values(run: Run) -> None:
 def test_a_new_token_stands_behind_the_runs_own_text_always_at_the_same_place(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, out = Decoder.forward, []
+    reader, out = Decoder.reader, []
 
-    def kept(self: Decoder, *arguments: object, **keywords: object) -> torch.Tensor:
-        out.append(forward(self, *arguments, **keywords))
-        return out[-1]
+    def kept(self: Decoder, *arguments: object) -> Reader:
+        read = reader(self, *arguments)
+        return lambda *given: out.append(read(*given))
 
-    monkeypatch.setattr(Decoder, "forward", kept)
+    monkeypatch.setattr(Decoder, "reader", kept)
     tokens = trained.own_tokens(run, 40)
     work = case_of(run, "new token", 40).ours()
     work()
     work()
     with torch.no_grad():
-        expected = forward(run.model, torch.cat([tokens, tokens[:, -1:]], dim=1))[:, -1:]
+        expected = run.model(torch.cat([tokens, tokens[:, -1:]], dim=1))[:, -1]
     assert len(out) == 2
     for logits in out:
         torch.testing.assert_close(logits, expected)

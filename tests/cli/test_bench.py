@@ -13,16 +13,21 @@ def test_options_are_passed_on_and_what_was_measured_printed(
     given: list[object] = []
 
     def measure(*arguments: object) -> dict[str, object]:
-        given.append(arguments)
+        *others, more, variant = arguments
+        assert [case.what for case in more] == [
+            "64 new tokens of a small model, tra",
+            "64 new tokens of a small model, rope",
+        ]
+        given.append((*others, variant))
         return {"rows": [{"ratio": 0.5}]}
 
     monkeypatch.setattr("tra.bench.run_benchmarks", measure)
     arguments = ["bench", "--only", "decode one", "--seconds", "0.25", "--output", str(tmp_path)]
     assert json_of(arguments, capsys) == {"rows": [{"ratio": 0.5}]}
     assert shows(arguments, capsys) == f"{tmp_path}\n"
-    assert given == [(tmp_path, 0.25, "decode one", None, ())] * 2
+    assert given == [(tmp_path, 0.25, "decode one", None, (), None)] * 2
     json_of(["bench", "--run", "runs/mine", "--lengths", "64", "128", "--output", str(tmp_path)], capsys)
-    assert given[-1] == (tmp_path, 5.0, "", Path("runs/mine"), (64, 128))
+    assert given[-1] == (tmp_path, 5.0, "", Path("runs/mine"), (64, 128), None)
 
 
 def test_a_wrong_argument_is_one_line(capsys: Captured) -> None:

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.cli.calling import Captured, fails
 from tests.language_run import SENTENCES
+from tra import Sampling
 from tra.cli import main
+from tra.hub import TraForCausalLM
 
 
 def test_generate_streams_text_and_prints_speed(exported: Path, capsys: Captured) -> None:
@@ -26,28 +30,45 @@ def test_generate_streams_text_and_prints_speed(exported: Path, capsys: Captured
 
 
 @pytest.mark.parametrize(
-    "options, expected",
+    "options, new, sampling, beams",
     [
-        ([], {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_beams": 1, "max_new_tokens": 100}),
-        (
-            ["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--tokens", "7", "--seed", "4"],
-            {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "num_beams": 1, "max_new_tokens": 7},
-        ),
-        (["--temperature", "0"], {"num_beams": 1, "max_new_tokens": 100}),
-        (["--beams", "3"], {"num_beams": 3, "max_new_tokens": 100}),
+        ([], 100, Sampling(1.0), 1),
+        (["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--tokens", "7"], 7, Sampling(0.7, 5, 0.9), 1),
+        (["--temperature", "0", "--seed", "4"], 100, Sampling(0.0), 1),
+        (["--beams", "3"], 100, Sampling(0.0), 3),
     ],
 )
 def test_options_reach_the_model(
-    options: list[str], expected: dict[str, Any], exported: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], new: int, sampling: Sampling, beams: int, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(_: Any, __: Any, prompt: str, seed: int, ___: bool, **given: Any) -> None:
-        assert given == expected
-        assert seed == (4 if "--seed" in options else 0)
-        assert prompt == "@home"
+    def stop(_: Any, __: Any, *given: Any, show: Any, **more: Any) -> None:
+        assert given == ("@home", new, sampling)
+        assert more == {"beams": beams, "seed": 4 if "--seed" in options else 0}
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tra.hub.generation.generate", stop)
     assert main(["generate", str(exported), "--prompt", "@@home", *options]) == 130
+
+
+def test_a_folder_that_asks_for_more_is_left_to_transformers(exported: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Its own settings hold, and they decide nothing that the command does."""
+    texts = []
+    for settings in ({}, {"do_sample": True, "top_k": 3}, {"repetition_penalty": 5.0}, {"suppress_tokens": [0]}):
+        folder = tmp_path / f"model-{len(texts)}"
+        shutil.copytree(exported, folder)
+        changed(folder / "generation_config.json", **settings)
+        command = ["generate", str(folder), "--prompt", "The river", "--tokens", "30", "--temperature", "0"]
+        assert main(command) == 0
+        shown = capsys.readouterr()
+        assert main([*command, "--json"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+        assert shown.out == f"The river{texts[-1]}\n"
+        model, tokenizer = TraForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer("The river", return_tensors="pt")["input_ids"]
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+        assert texts[-1] == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+    assert texts[0] == texts[1]
+    assert texts[2] != texts[0], "the penalty means something"
 
 
 def test_prompt_longer_than_the_training_window_from_a_file(exported: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -1,7 +1,6 @@
 """What all commands share: help, plug-ins, and one line for whatever goes wrong."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -136,16 +135,3 @@ def test_lack_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Cap
 
     monkeypatch.setattr("tra.cli.list.run", take_all)
     assert fails(["list"], capsys, code=1).startswith("out of memory: ")
-
-
-def test_the_command_says_what_to_install_when_extras_are_missing(tmp_path: Path) -> None:
-    (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(\"No module named 'tyro'\")")
-    process = subprocess.run(
-        [sys.executable, "-m", "tra", "list"],
-        env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 1
-    assert "pip install 'threshold-relative-attention[train]'" in process.stderr

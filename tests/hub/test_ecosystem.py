@@ -178,14 +178,16 @@ def test_trl_rewards_what_it_generates(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tra", "fot", "llama"])
-def test_quantised_weights_leave_the_gate_alone(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_quantised_weights_leave_the_gate_alone(kind: str, as_dict: bool, tmp_path: Path) -> None:
     torchao = pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig
 
     model, tokens = build_kind(kind), tokens_of()
     model.save_pretrained(tmp_path)
     asked = transformers.TorchAoConfig(Int8WeightOnlyConfig())
-    quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
+    given = asked.to_dict() if as_dict else asked
+    quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=given)
     kinds = {name: type(parameter.data) for name, parameter in quantised.named_parameters()}
     plain = {name.split(".")[-2] for name, found in kinds.items() if found is Tensor}
     changed = {
@@ -201,13 +203,22 @@ def test_quantised_weights_leave_the_gate_alone(kind: str, tmp_path: Path) -> No
         error = (quantised(tokens).logits - model(tokens).logits).abs()
     assert error.median() < 0.05 * model(tokens).logits.abs().max()
     assert asked.modules_to_not_convert is None, "what the caller gave is not changed"
+    assert not as_dict or given == asked.to_dict()
 
 
 @own_kinds
-def test_bitsandbytes_leaves_the_gate_alone(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        transformers.BitsAndBytesConfig(load_in_8bit=True),
+        {"load_in_8bit": True},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
+    ],
+    ids=["object", "dict", "dict that skips"],
+)
+def test_bitsandbytes_leaves_the_gate_alone(kind: str, asked: Any, tmp_path: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     build_kind(kind).save_pretrained(tmp_path)
-    asked = transformers.BitsAndBytesConfig(load_in_8bit=True)
     quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked, device_map="cpu")
     changed = {
         name.split(".")[-1]

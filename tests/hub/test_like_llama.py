@@ -357,7 +357,8 @@ def test_an_attention_implementation_is_taken_where_it_is_the_mechanisms_own(tmp
 @own_kinds
 def test_tensor_parallelism_is_refused(kind: str, tmp_path: Path) -> None:
     build_kind(kind).save_pretrained(tmp_path)
-    for wrong in ({"tp_plan": "auto"}, {"tp_size": 2}):
+    asked = transformers.distributed.DistributedConfig(tp_plan="auto")
+    for wrong in ({"tp_plan": "auto"}, {"tp_size": 2}, {"distributed_config": asked}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be None: no mechanism divides its heads"):
             AutoModelForCausalLM.from_pretrained(tmp_path, **wrong)
 

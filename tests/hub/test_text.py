@@ -1,6 +1,5 @@
 """Text from a run or an exported folder."""
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,14 @@ import torch
 from tokenizers import processors
 
 from tests.language_run import text_recipe, write_text
-from tra.hub import TraForCausalLM
-from tra.hub.generation import generate, load
+from tra import Sampling
+from tra.hub.generation import generate, load, written
 from tra.runs import load_run, train
 
 
 def test_run_and_exported_folder_generate_the_same(language_run: Path, exported: Path) -> None:
     texts = [
-        generate(*load(folder), "The river", seed=3, stream=False, max_new_tokens=12, do_sample=True)["text"]
-        for folder in (language_run, exported)
+        generate(*load(folder), "The river", 12, Sampling(1.0), seed=3)["text"] for folder in (language_run, exported)
     ]
     assert texts[0] == texts[1] != ""
 
@@ -31,7 +29,7 @@ def test_greedy_text_is_the_most_probable_by_a_plain_loop(language_run: Path) ->
     with torch.inference_mode():
         for _ in range(15):
             tokens = torch.cat([tokens, decoder(tokens[None])[0, -1:].argmax(dim=-1)])
-    result = generate(*load(language_run), "In 1847 the", seed=0, stream=False, max_new_tokens=15, do_sample=False)
+    result = generate(*load(language_run), "In 1847 the", 15)
     assert result["text"] == task.text(tokens[length:])
     assert result["new_tokens"] == 15
     assert result["prompt_tokens"] == length
@@ -43,29 +41,45 @@ def test_nothing_is_added_to_a_prompt(language_run: Path) -> None:
     end = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
     tokenizer.backend_tokenizer.post_processor = end
     assert tokenizer("The river")["input_ids"][-1] == 0
-    assert generate(model, tokenizer, "The river", seed=0, stream=False, max_new_tokens=1)["prompt_tokens"] == len(
-        tokenizer("The river", add_special_tokens=False)["input_ids"]
-    )
+    plain = tokenizer("The river", add_special_tokens=False)["input_ids"]
+    assert generate(model, tokenizer, "The river", 1)["prompt_tokens"] == len(plain)
 
 
-def test_text_is_shown_while_it_comes(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_shown_while_it_comes_and_is_what_transformers_writes(exported: Path) -> None:
     """At every step of the model, what was there of the text before it."""
-    shown, out = [], io.StringIO()
-    forward = TraForCausalLM.forward
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        shown.append(out.getvalue())
-        return forward(*arguments, **options)
-
     model, tokenizer = load(exported)
-    monkeypatch.setattr(TraForCausalLM, "forward", watched)
-    monkeypatch.setattr("sys.stdout", out)
-    text = generate(model, tokenizer, "The river", 0, True, max_new_tokens=40, do_sample=True)["text"]
-    assert out.getvalue() == text + "\n"
+    shown, pieces = [], []
+    choose = Sampling.choose
+
+    def watched(*arguments: Any) -> Any:
+        shown.append("".join(pieces))
+        return choose(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampling, "choose", watched)
+        text = generate(model, tokenizer, "The river", 40, Sampling(1.0), seed=5, show=pieces.append)["text"]
+    assert "".join(pieces) == text
     assert len(shown) == 40
     assert shown[0] == ""
     assert len(set(shown)) > 5
     assert all(text.startswith(part) for part in shown)
+    ids = tokenizer("The river", return_tensors="pt")["input_ids"]
+    torch.manual_seed(5)
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=True, top_k=0)
+    assert text == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("text", ["plain words", "eine große Größe", "日本語 🙂🙂 e", "🙂"])
+def test_pieces_end_where_characters_do(text: str, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load(exported)
+    tokens = tokenizer(text)["input_ids"]
+    for count in (len(tokens), len(tokens) - 1):
+        steps = [torch.tensor([token]) for token in tokens[:count]]
+        monkeypatch.setattr("tra.hub.generation.continued", lambda *_, steps=steps, **__: iter(steps))
+        found = list(written(model, tokenizer, torch.tensor([[1]]), 99, Sampling(), 0))
+        assert [token for token, _ in found if token is not None] == tokens[:count]
+        assert "".join(piece for _, piece in found) == tokenizer.decode(tokens[:count])
+        assert not any("\ufffd" in piece for token, piece in found if token is not None)
 
 
 def test_a_run_does_not_go_on_with_the_tokenizer_of_another_text(

@@ -2,11 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from tra.attention import flex
 from tra.attention.cache import Glimpse
@@ -83,6 +86,23 @@ class Attention(nn.Module, ABC):
                 mixed = dense_mix(weights, values, self.active_dropout(context))
         return self.output(self.finished(mixed).transpose(1, 2).flatten(2))
 
+    def for_one_token(self) -> Callable[[Tensor, Context], Tensor]:
+        """`forward` for one new token of each row, ``[B, width]``, with its layers looked up beforehand."""
+        query, key, value, output = map(direct, (self.query, self.key, self.value, self.output))
+        sizes = (self.heads, self.kv_heads)
+
+        def forward(x: Tensor, context: Context) -> Tensor:
+            new = x[:, None]
+            located = self.located(new, context)[:, 0]
+            shape = (x.shape[0], -1, 1, self.head_width)
+            # One norm for both, which is of each head alone.
+            both = self.normalised(torch.cat([query(located), key(located)], dim=1).view(shape))
+            queries, keys = both.split(sizes, dim=1)
+            mixed = self.attend(new, queries, keys, value(x).view(shape), context)
+            return output(self.finished(mixed).reshape(x.shape))
+
+        return forward
+
     def located(self, x: Tensor, context: Context) -> Tensor:
         """What queries and keys are projected from: x itself, unless the mechanism adds positions to it."""
         return x
@@ -133,6 +153,27 @@ class Attention(nn.Module, ABC):
     def normalised(self, x: Tensor) -> Tensor:
         """Queries or keys ``[B, H, L, D]`` with root mean square 1, if the mechanism wants them so."""
         return F.rms_norm(x, (self.head_width,)) if self.qk_norm else x
+
+
+def direct(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What a plain layer computes, without what a module asks at every call, which takes longer than one token does.
+
+    Its weights are found now. A layer that others have a part in (adapters, quantisation, hooks) is returned as it is.
+    """
+    if observed(module):
+        return module
+    if type(module) is nn.Linear:
+        return partial(F.linear, weight=module.weight, bias=module.bias)
+    if type(module) is nn.RMSNorm:
+        return partial(F.rms_norm, normalized_shape=module.normalized_shape, weight=module.weight, eps=module.eps)
+    return module
+
+
+def observed(module: nn.Module) -> bool:
+    """Whether anybody has a hook on it, or a forward in the place of its own, as Accelerate has."""
+    return (
+        bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)) or _has_any_global_hook()
+    )
 
 
 def check_stream(name: str, x: Tensor, width: int) -> None:

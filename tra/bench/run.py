@@ -17,22 +17,34 @@ from tra.environment import environment
 from tra.errors import RunError
 from tra.files import write_json
 from tra.ops import threshold_relative_attention
+from tra.ops.threshold_relative import cpu
 from tra.progress import say
 from tra.report.figures import save_figure, time_by_length
 from tra.runs import load_run
 
 
 def run_benchmarks(
-    folder: Path, seconds: float, only: str = "", run: Path | None = None, lengths: Sequence[int] = ()
+    folder: Path,
+    seconds: float,
+    only: str = "",
+    run: Path | None = None,
+    lengths: Sequence[int] = (),
+    more: Sequence[Case] = (),
+    variant: str | None = None,
 ) -> dict[str, Any]:
     """Measure every row whose name contains ``only``, for so many seconds each, and write ``bench.json`` and
     ``bench.png``. Without ``only`` also the share of the machine's speed and the peak memory.
 
-    With a run, rows of the trained model at so many tokens, and ``bench.json`` alone, with the quantiles of its gates.
+    ``more`` are cases beyond those of `cases`, whose libraries this folder does not import. With a run, rows of the
+    trained model at so many tokens, and ``bench.json`` alone, with the quantiles of its gates.
+    With a variant, that build of the CPU kernel.
 
     Returns:
         What ``bench.json`` holds.
     """
+    if variant is not None:
+        with cpu.using(variant):
+            return run_benchmarks(folder, seconds, only, run, lengths, more)
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds!r}")
     if lengths and run is None:
@@ -41,7 +53,7 @@ def run_benchmarks(
         raise ValueError(f"lengths must be at least 2, got {min(lengths)}")
     lengths = tuple(lengths) or LENGTHS
     found = None if run is None else load_run(run)
-    every = list(cases() if found is None else trained_cases(found, lengths))
+    every = [*cases(), *more] if found is None else list(trained_cases(found, lengths))
     names = list(dict.fromkeys(case.what for case in every))
     if not any(only in name for name in names):
         raise ValueError(f"only must be part of the name of a row, got {only!r}; rows: {'; '.join(names)}")
@@ -51,6 +63,7 @@ def run_benchmarks(
     content: dict[str, Any] = {
         "command": _command(seconds, only, run, lengths),
         "environment": environment(),
+        "variant": cpu.variant,
         "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
     }
     if found is not None:
@@ -72,6 +85,8 @@ def run_benchmarks(
 def _command(seconds: float, only: str, run: Path | None, lengths: Sequence[int]) -> str:
     """What to type to measure the same again."""
     words = ["tra", "bench", "--seconds", f"{seconds:g}"]
+    if cpu.variant not in (None, list(cpu.LIBRARIES)[-1]):
+        words += ["--variant", str(cpu.variant)]
     if run is not None:
         words += ["--run", str(run)]
         words += [] if tuple(lengths) == LENGTHS else ["--lengths", *map(str, lengths)]

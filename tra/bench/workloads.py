@@ -80,12 +80,12 @@ def new_token(config: DecoderConfig, cached: int) -> Work:
 
 
 def next_token(model: Decoder, cache: list[Cache], token: Tensor) -> Work:
-    """A token ``[1, 1]`` goes through a model, always behind what its cache holds now."""
-    cached = len(cache[0])
+    """A token ``[1, 1]`` goes through a model as in generation, always behind what its cache holds now."""
+    cached, read = len(cache[0]), model.reader(cache)
 
     @torch.inference_mode()
     def work() -> None:
-        model(token, cache=cache)
+        read(token, None)
         for layer in cache:
             layer.crop(cached)
 

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from tra.cli.options import plugins_in
-from tra.errors import RunError
+from tra.errors import RunError, not_installed
 from tra.lookup import lookup
 from tra.version import __version__
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, RunError) as error:
         return _failed(error, 1)
     except ModuleNotFoundError as error:
-        return _failed(f"{error}: pip install 'threshold-relative-attention[hub]'", 1)
+        return _failed(not_installed(error), 1)
     except (MemoryError, RuntimeError) as error:
         if not _is_lack_of_memory(error):
             raise

@@ -3,9 +3,14 @@
 import json
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tra.cli.options import Common, on_console, parse
+
+if TYPE_CHECKING:
+    from tra.bench.cases import Case
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Bench(Common):
     """Time for each comparison."""
     only: str = ""
     """Measure only rows whose name contains this."""
+    variant: str | None = None
+    """Build of the CPU kernel to measure: generic, avx2 or avx512; by default the best that runs here."""
     device: str = "cpu"
     """cpu, or cuda: attention alone, in bfloat16, against FlashAttention, FlexAttention and the paper's listing."""
     json: bool = False
@@ -42,15 +49,33 @@ def run(arguments: list[str]) -> int:
     from tra.bench import run_benchmarks
     from tra.bench.gpu import run_gpu_benchmarks
 
-    if options.device == "cuda" and options.run is not None:
-        raise ValueError("run must be left out with device cuda: a trained model is measured on the CPU")
+    for name, given in (("run", options.run), ("variant", options.variant)):
+        if options.device == "cuda" and given is not None:
+            raise ValueError(f"{name} must be left out with device cuda: it is measured on the CPU")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be cpu where PyTorch finds no GPU, got 'cuda'")
     folder = options.output or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
     with on_console(quiet=options.json):
         if options.device == "cpu":
-            content = run_benchmarks(folder, options.seconds, options.only, options.run, options.lengths)
+            content = run_benchmarks(
+                folder,
+                options.seconds,
+                options.only,
+                options.run,
+                options.lengths,
+                _cases_with_transformers(),
+                options.variant,
+            )
         else:
             content = run_gpu_benchmarks(folder, options.seconds, options.only, options.device)
     print(json.dumps(content, indent=2) if options.json else folder)
     return 0
+
+
+def _cases_with_transformers() -> "list[Case]":
+    """None where transformers is not installed, without which all others can be measured."""
+    if find_spec("transformers") is None:
+        return []
+    from tra.hub.bench import generation_cases
+
+    return list(generation_cases())

@@ -1,22 +1,19 @@
 """`tra generate`."""
 
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from tra.cli.options import Common, parse
 from tra.cli.texts import or_file
+from tra.generation import GREEDY, Sampling
 
 MOST_TOKENS = 1 << 30
 MOST_BEAMS = 1024
-COLDEST = 1e-6
-"""What scores are divided by must leave them finite."""
-COLD = f"0 or at least {COLDEST:g}"
 
 
 @dataclass(frozen=True)
@@ -46,23 +43,24 @@ class Generate(Common):
 
 def run(arguments: list[str]) -> int:
     options = parse(Generate, arguments, "generate")
-    _check(options)
+    sampling = _checked(options)
     prompt = or_file(options.prompt, "prompt")
     from tra.hub.generation import generate, load
 
     model, tokenizer = load(options.run)
-    how: dict[str, Any] = {"max_new_tokens": options.tokens, "num_beams": options.beams}
-    if options.beams == 1 and options.temperature > 0:
-        how |= {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    streams = options.beams == 1 and not options.json
-    if streams:
-        print(prompt, end="", flush=True)
-    result = generate(model, tokenizer, prompt, options.seed, streams, **how)
+
+    def show(piece: str) -> None:
+        if not options.json:
+            print(piece, end="", flush=True)
+
+    show(prompt)
+    result = generate(
+        model, tokenizer, prompt, options.tokens, sampling, beams=options.beams, seed=options.seed, show=show
+    )
+    show("\n")
     if options.json:
         print(json.dumps(result, indent=2))
         return 0
-    if not streams:
-        print(prompt + result["text"])
     read = f"{result['prompt_tokens']} tokens read"
     if result["prompt_seconds"] is not None:
         read += f" in {result['prompt_seconds']:.2f} s"
@@ -71,15 +69,16 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _check(options: Generate) -> None:
+def _checked(options: Generate) -> Sampling:
     for name, wrong, expected in (
         ("tokens", not 1 <= options.tokens <= MOST_TOKENS, f"between 1 and {MOST_TOKENS:,}"),
-        ("temperature", not (options.temperature == 0 or COLDEST <= options.temperature < math.inf), COLD),
-        ("top_k", options.top_k < 0, "at least 0"),
-        ("top_p", not 0 < options.top_p <= 1, "in (0, 1]"),
         ("beams", not 1 <= options.beams <= MOST_BEAMS, f"between 1 and {MOST_BEAMS:,}"),
     ):
         if wrong:
             raise ValueError(f"{name} must be {expected}, got {getattr(options, name)!r}")
-    if options.beams > 1 and (options.temperature, options.top_k, options.top_p) != (1.0, 0, 1.0):
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    if options.beams == 1:
+        return sampling
+    if sampling != Sampling(1.0):
         raise ValueError(f"beams must be 1 for temperature, top_k and top_p to matter, got {options.beams}")
+    return GREEDY

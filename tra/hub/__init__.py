@@ -5,7 +5,12 @@ head, which is ``lm_head``; a saved folder holds JSON and safetensors, and loadi
 this folder imports transformers.
 """
 
-import transformers
+from tra.errors import not_installed
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise not_installed(error) from None
 
 from tra.hub.cache import TraCache
 from tra.hub.config import TraConfig

@@ -1,26 +1,35 @@
 """Text from a trained model, shown as it comes."""
 
-import math
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
+from torch import Tensor
+from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from tra.environment import best_device
 from tra.errors import RunError
 from tra.files import opened, read_json
+from tra.generation import GREEDY, Sampling, check_finite, continued
 from tra.hub.config import TraConfig
 from tra.hub.export import as_pretrained
 from tra.hub.modeling import TraForCausalLM
 from tra.runs import Run
 from tra.text.growth import check_declared
 from tra.text.tokenizer import encoded, panics_caught
+
+KNOWN = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache"),
+    *("output_attentions", "output_hidden_states"),
+    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
+}
+"""What a generation_config.json may say without a word to the loop of this package: tokens that it is told, what has no
+effect, and what the caller decides."""
 
 
 def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
@@ -56,43 +65,101 @@ def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
 
 
 def generate(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, stream: bool, **options: Any
+    model: TraForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    new: int,
+    sampling: Sampling = GREEDY,
+    *,
+    beams: int = 1,
+    seed: int = 0,
+    show: Callable[[str], object] = lambda piece: None,
 ) -> dict[str, Any]:
-    """Continue a prompt, printing the text as it comes if asked to; ``options`` are those of `model.generate`.
+    """Continue a prompt by at most ``new`` tokens, showing the text as it comes.
 
-    Returns the text and how fast it came: the prompt is read at once, then one token follows another. Beam search is
-    timed as a whole.
+    Returns the text and how fast it came: the prompt is read at once, then one token follows another. What only
+    transformers can do is shown at its end and timed as a whole: beam search, which changes its mind about earlier
+    tokens, and whatever else a folder's generation_config.json asks for.
     """
+    ids = prompt_ids(tokenizer, prompt)
+    check_seed(seed)
+    began = time.perf_counter()
+    if beams > 1 or asks_for_more(model):
+        tokens, first = _generated_by_transformers(model, ids, new, sampling, beams, seed), None
+        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+        show(text)
+    else:
+        tokens, text, first = [], "", None
+        for token, piece in written(model, tokenizer, ids, new, sampling, seed):
+            first = time.perf_counter() if first is None else first
+            tokens += [] if token is None else [token]
+            text += piece
+            show(piece)
+    ended = time.perf_counter()
+    one_by_one = (len(tokens) - 1) / (ended - first) if first is not None and len(tokens) > 1 else None
+    return {
+        "prompt": prompt,
+        "text": text,
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": len(tokens),
+        "prompt_seconds": None if first is None else first - began,
+        "tokens_per_second": len(tokens) / (ended - began) if first is None else one_by_one,
+    }
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
+    """The tokens ``[1, L]`` of a prompt, with nothing added, as in training."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         encoded(backend, prompt)  # says what is wrong with a tokenizer from elsewhere
     with _explained():
-        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]  # as in training
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0:
         raise ValueError(f"prompt must have at least one token, got {prompt!r}")
+    return ids
+
+
+def check_seed(seed: int) -> None:
     if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed must be a whole number of 64 bits, got {seed}")
-    torch.manual_seed(seed)
-    # Beam search changes its mind about earlier tokens, so it cannot be followed.
-    clock = _Clock(tokenizer, show=stream) if options.get("num_beams", 1) == 1 else None
-    mask = torch.ones_like(ids).to(model.device)
-    began = time.perf_counter()
-    checks = LogitsProcessorList([_check_scores])
+
+
+def written(
+    model: TraForCausalLM, tokenizer: PreTrainedTokenizerBase, ids: Tensor, new: int, sampling: Sampling, seed: int
+) -> Iterator[tuple[int | None, str]]:
+    """The tokens that follow ``ids [1, L]``, each with the text that it completes, and None with what is left at the
+    end, where bytes may stand that are no character.
+
+    Nothing is shared between calls but the weights, so several may go on at the same time.
+    """
+    end = model.generation_config.eos_token_id
+    # What was decoded last, and what was not yet: to decode everything again for each token would take ever longer.
+    before: list[int] = []
+    held: list[int] = []
     with _explained():
-        out = model.generate(
-            ids.to(model.device), attention_mask=mask, streamer=clock, logits_processor=checks, **options
-        )
-    ended = time.perf_counter()
-    new = out.shape[1] - ids.shape[1]
-    one_by_one = (new - 1) / (ended - clock.first) if clock and new > 1 else None
-    return {
-        "prompt": prompt,
-        "text": tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True),
-        "prompt_tokens": ids.shape[1],
-        "new_tokens": new,
-        "prompt_seconds": clock.first - began if clock else None,
-        "tokens_per_second": one_by_one if clock else new / (ended - began),
-    }
+        for chosen in continued(
+            model.model.decoder.reader(head=model.lm_head),
+            ids.to(model.device),
+            new,
+            sampling,
+            end=[] if end is None else end if isinstance(end, list) else [end],
+            generator=torch.Generator(model.device).manual_seed(seed),
+        ):
+            held.append(int(chosen))
+            piece = _added(tokenizer, before, held)
+            if piece.endswith("\ufffd"):  # which stands for a part of a character
+                yield held[-1], ""
+            else:
+                yield held[-1], piece
+                before, held = held, []
+        if held:
+            yield None, _added(tokenizer, before, held)
+
+
+def _added(tokenizer: PreTrainedTokenizerBase, before: list[int], held: list[int]) -> str:
+    """What the tokens add to the text of those before, on which it may depend."""
+    known, both = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (before, before + held))
+    return both[len(known) :]
 
 
 @contextmanager
@@ -107,27 +174,25 @@ def _explained() -> Iterator[None]:
         raise RunError(f"the prompt could not be continued: {(str(error).splitlines() or [''])[0]}") from error
 
 
-def _check_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def asks_for_more(model: TraForCausalLM) -> bool:
+    """Whether its generation_config.json says more than the loop of this package knows, as penalties."""
+    return not model.generation_config.to_diff_dict().keys() <= KNOWN
+
+
+def _generated_by_transformers(
+    model: TraForCausalLM, ids: Tensor, new: int, sampling: Sampling, beams: int, seed: int
+) -> list[int]:
+    how: dict[str, Any] = {"max_new_tokens": new, "num_beams": beams, "do_sample": sampling.temperature > 0}
+    if how["do_sample"]:
+        how |= asdict(sampling)
+    torch.manual_seed(seed)
+    given, checks = ids.to(model.device), LogitsProcessorList([_check_scores])
+    with _explained():
+        out: Any = model.generate(given, attention_mask=torch.ones_like(given), logits_processor=checks, **how)  # type: ignore[misc]
+    return out[0, ids.shape[1] :].tolist()
+
+
+def _check_scores(ids: Tensor, scores: Tensor) -> Tensor:
     """Raise a RunError for scores among which nothing can be chosen."""
-    if not bool((scores < math.inf).all()):
-        raise RunError(f"the model's scores for token {ids.shape[1] + 1} are not finite: its weights are damaged")
+    check_finite(scores, ids.shape[1] + 1)
     return scores
-
-
-class _Clock(TextStreamer):
-    """Prints words as they are finished, and notes when the first new token came."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: bool) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.show, self.first, self.calls = show, 0.0, 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls += 1  # the first call brings the prompt
-        if self.calls == 2:
-            self.first = time.perf_counter()
-        super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if self.show:
-            sys.stdout.write(text + ("\n" if stream_end else ""))
-            sys.stdout.flush()

@@ -15,6 +15,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
@@ -53,9 +54,12 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
         """As for every model, but from safetensors only and never with code that lies beside the weights."""
         if kwargs.get("use_safetensors") is False:
             raise ValueError("use_safetensors must be True: other files of weights may hold code, got False")
-        for name in ("tp_plan", "tp_size"):
+        for name in ("tp_plan", "tp_size", "distributed_config"):
             if kwargs.get(name) is not None:
-                raise ValueError(f"{name} must be None: no mechanism divides its heads, got {kwargs[name]!r}")
+                raise ValueError(
+                    f"{name} must be None: no mechanism divides its heads, and FSDP is Accelerate's; "
+                    f"got {kwargs[name]!r}"
+                )
         if (quantization := kwargs.get("quantization_config")) is not None:
             kwargs["quantization_config"] = without_gates(quantization)
         mapping = {**EARLIER_NAMES, **(kwargs.pop("key_mapping", None) or {})}
@@ -147,6 +151,8 @@ def mark_as_drawn(decoder: nn.Module) -> None:
 def without_gates(quantization: Any) -> Any:
     """How to quantise, with the gates among what is left alone: a gate has few weights, and an error in it grows with
     distance."""
+    if isinstance(quantization, dict):
+        quantization = AutoQuantizationConfig.from_dict(quantization)
     quantization = copy.deepcopy(quantization)
     for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
         if hasattr(quantization, name):

@@ -6,12 +6,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Annotated, Any, Literal, get_type_hints
 
-import tyro
-
 from tra import plugins
+from tra.errors import not_installed
 from tra.model import DecoderConfig
 from tra.options import LONGEST, MOST, among, mismatch
 from tra.tasks import Evaluation, Task, build_task
+
+try:
+    import tyro
+except ModuleNotFoundError as error:  # the first that is missed by whoever has torch alone
+    raise not_installed(error) from None
 
 COUNTS = ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints")
 

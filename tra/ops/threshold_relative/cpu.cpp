@@ -87,7 +87,8 @@ Status backward(const TraProblem& p) {
     expect_large(plan, p.grad_value, p.key_heads, p.key_length, p.value_width);
     if (!find_norms(plan)) return kNoMemory;
     double work = 2 * double(p.batch * p.query_heads) * p.query_length * p.key_length * p.width;
-    return run_team(p, p.batch * p.key_heads, work, [&] { return BackwardWorker(plan); }) ? kDone : kNoMemory;
+    BackwardShare share(plan);
+    return run_team(p, share.items(), work, [&] { return BackwardWorker(plan, share); }) ? kDone : kNoMemory;
 }
 
 Status guarded(Status (*function)(const TraProblem&), const TraProblem& problem) {

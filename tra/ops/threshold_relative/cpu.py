@@ -5,12 +5,14 @@ import os
 import struct
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tra.lookup import lookup
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options, broken_bound
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -66,6 +68,18 @@ def passed_over(reason: str) -> None:
         )
 
 
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Compute with that variant meanwhile, of those that are built and run here: to compare them."""
+    global variant
+    lookup(LIBRARIES, name, "variant")
+    before, variant = variant, name
+    try:
+        yield
+    finally:
+        variant = before
+
+
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     query, key, value, log_gate = inputs[:4]
     gate = log_gate.float()
@@ -119,15 +133,14 @@ def _view(tensor: Tensor) -> tuple[int, ...]:
 
 def _load() -> tuple[dict[str, ctypes.CDLL], int, str | None]:
     """The variants that were built and that this processor runs, and the widest head they take; or none, and why."""
-    folder = Path(__file__).parent
-    files = {name: next(iter(sorted(folder.glob(f"_cpu_{name}.*so"))), None) for name in VARIANTS}
-    if files["generic"] is None:
+    files = {name: Path(__file__).with_name(f"_cpu_{name}.so") for name in VARIANTS}
+    if not files["generic"].exists():
         return {}, 0, NOT_BUILT
     try:
         generic = ctypes.CDLL(str(files["generic"]))
         generic.tra_variant.restype = ctypes.c_char_p
         runnable = VARIANTS[: VARIANTS.index(generic.tra_variant().decode()) + 1]
-        libraries = {name: ctypes.CDLL(str(files[name])) for name in runnable if files[name] is not None}
+        libraries = {name: ctypes.CDLL(str(files[name])) for name in runnable if files[name].exists()}
         # A library left over from another version would read the problem's fields at the wrong places.
         sizes = {getattr(library, f"tra_problem_size_{name}")() for name, library in libraries.items()}
         widest = generic.tra_widest_generic()
@@ -163,4 +176,5 @@ variant = list(LIBRARIES)[-1] if LIBRARIES else None
 """The variant in use: the richest that was built and runs here."""
 _parallel = _find_parallel()
 _warned = False
-os.register_at_fork(after_in_child=_forget_pool)
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_forget_pool)

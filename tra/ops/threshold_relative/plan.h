@@ -10,6 +10,7 @@
 #include <limits>
 #include <new>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -80,6 +81,12 @@ struct Buffer {  // aligned floats that grow and keep their content
     Buffer() = default;
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
+    Buffer(Buffer&& other) noexcept : data(std::exchange(other.data, nullptr)), size(std::exchange(other.size, 0)) {}
+    Buffer& operator=(Buffer&& other) noexcept {
+        std::swap(data, other.data);
+        std::swap(size, other.size);
+        return *this;
+    }
     ~Buffer() { std::free(data); }
     float* reserve(int64_t count) {
         if (count > size) {
@@ -196,6 +203,14 @@ struct Plan {
             return static_cast<const float*>(tensor.data) + place(tensor, batch, head, position);
         read(tensor, batch, head, position, count, room);
         return room;
+    }
+    // Asks for a row that will be read soon.
+    void expect(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position, int64_t count) const {
+        if (position < 0 || tensor.stride[3] != 1) return;
+        const int64_t size = type == kFloat32 ? 4 : 2;
+        const char* row = static_cast<const char*>(tensor.data) + place(tensor, batch, head, position) * size;
+        for (int64_t at = 0; at < count * size; at += 64) __builtin_prefetch(row + at);
+        __asm__ volatile("");  // or GCC takes the function for one without effects and leaves its calls out
     }
     void write(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position, int64_t count,
                const float* from) const {

@@ -105,6 +105,14 @@ void finish_backward(const Plan& plan, const Row& row, float* grad_query, float 
     write_backward(plan, row, grad_query, grad_gate);
 }
 
+// Scales the gradient of a key, in place, and writes it and that of its value.
+void finish_key(const Plan& plan, int64_t batch, int64_t head, int64_t key, float* grad_key, const float* grad_value) {
+    const TraProblem& p = plan.problem;
+    for (int64_t d = 0; d < p.width; d++) grad_key[d] = grad_key[d] * p.scale + 0.0f;
+    plan.write(p.grad_key, batch, head, key, p.width, grad_key);
+    plan.write(p.grad_value, batch, head, key, p.value_width, grad_value);
+}
+
 // A row without a walk: all its gradients are `value`, 0 or NaN.
 void fill_backward(const Plan& plan, const Row& row, float value) {
     Components grad_query;
@@ -154,9 +162,11 @@ class SingleRow {
     }
 
    private:
+    static constexpr int kTogether = kWidth;  // keys that meet the row at once
+
     // The kept keys and their scores from near to far, up to the row's limit.
     void collect(int64_t key_head, const Row& row, const float* query) {
-        constexpr int kTogether = 8;  // chains under way at once, to hide the latency of each
+        constexpr int kAhead = 16;  // keys are asked for this long before they are read
         const TraProblem& p = problem_;
         Components converted[kTogether];
         kept_.clear();
@@ -168,24 +178,40 @@ class SingleRow {
             int count = 0;
             for (; key >= row.first_key && count < kTogether; key--) {
                 if (!plan_.valid(row.batch, key) || plan_.segment(row.batch, key) != row.segment) continue;
+                plan_.expect(p.key, row.batch, key_head, key - kAhead, p.width);
                 keys[count] = plan_.look(p.key, row.batch, key_head, key, p.width, converted[count]);
                 index[count++] = key;
             }
             if (!count) break;
             for (int u = count; u < kTogether; u++) keys[u] = keys[0];
-            float sum[kTogether] = {};
-            for (int64_t d = 0; d < p.width; d++)
-                for (int u = 0; u < kTogether; u++) sum[u] = multiply_add(query[d], keys[u][d], sum[u]);
+            float sum[kTogether];
+            dot_keys(query, keys, sum);
             for (int u = 0; u < count; u++) {
                 float score = sum[u] * p.scale;
                 if (!(score > p.threshold)) continue;
                 if (!std::isfinite(score) && !all_finite(keys[u], p.width)) continue;
                 if (std::fabs(score) > plan_.largest_score) plan_.bound_broken = true;
+                plan_.expect(p.value, row.batch, key_head, index[u], p.value_width);
                 kept_.push_back(index[u]);
                 scores_.push_back(score);
                 if (float(kept_.size()) >= row.limit) return;
             }
         }
+    }
+
+    // Products of the query with keys, each one chain over the components.
+    void dot_keys(const float* query, const float* const (&keys)[kTogether], float (&products)[kTogether]) {
+        const int64_t width = problem_.width;
+        Floats sum = {}, square[kTogether];
+        int64_t d = 0;
+        for (; d + kWidth <= width; d += kWidth) {
+            for (int u = 0; u < kTogether; u++) std::memcpy(&square[u], keys[u] + d, sizeof square[u]);
+            transpose(square);
+            for (int n = 0; n < kWidth; n++) sum = multiply_add(splat(query[d + n]), square[n], sum);
+        }
+        std::memcpy(products, &sum, sizeof sum);
+        for (; d < width; d++)
+            for (int u = 0; u < kTogether; u++) products[u] = multiply_add(query[d], keys[u][d], products[u]);
     }
 
     // The sum of values by weight and, behind it, that of weights: span by span, from near to far. False: one of

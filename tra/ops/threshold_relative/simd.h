@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -83,6 +84,28 @@ inline uint64_t bits_of(Ints truth) {
     for (int lane = 0; lane < kWidth; lane++) bits |= uint64_t(truth[lane] & 1) << lane;
     return bits;
 #endif
+}
+
+#if defined(__clang__)
+#define TRA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define TRA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// Swaps blocks of kStep x kStep lanes that lie across the diagonal of two vectors of a square.
+template <int kStep, int... kLane>
+inline void swap_blocks(Floats& upper, Floats& lower, std::integer_sequence<int, kLane...>) {
+    const Floats kept = upper;
+    upper = TRA_SHUFFLE(kept, lower, (kLane & kStep ? kWidth + kLane - kStep : kLane)...);
+    lower = TRA_SHUFFLE(kept, lower, (kLane & kStep ? kWidth + kLane : kLane + kStep)...);
+}
+// Rows become columns.
+template <int kStep = kWidth / 2>
+inline void transpose(Floats (&square)[kWidth]) {
+    for (int row = 0; row < kWidth; row++)
+        if (!(row & kStep))
+            swap_blocks<kStep>(square[row], square[row + kStep], std::make_integer_sequence<int, kWidth>());
+    if constexpr (kStep > 1) transpose<kStep / 2>(square);
 }
 
 // The least argument exponential() takes: below it 2^n would leave the normal numbers.

@@ -9,7 +9,12 @@ namespace {
 constexpr int64_t kFullVisitRows = 512;
 // With an early stop an item has at least this many: every item packs its keys anew.
 constexpr int64_t kLeastRows = 2048;
+// Rows of one head in one block of backward, at least: every block ends with few of them under way.
+constexpr int64_t kLeastBackwardRows = 8192;
+constexpr int64_t kMostBackwardBlocks = 8;
 constexpr int64_t kLargeTile = 8 * kKeys, kSmallTile = 3 * kKeys;
+// Rows are asked for this long before they enter: they come backwards, which the machine does not foresee.
+constexpr int64_t kAhead = 8;
 // With this many rows under way a large tile's traffic matters more than its ragged ends.
 constexpr int64_t kManyRows = 768;
 // Gradients are differences of nearly equal products when one key dominates. Nothing but accuracy
@@ -128,6 +133,24 @@ struct Tile {
     int32_t bad[kLargeTile];
 };
 
+// Gradients of the keys before `high` and of their values that some rows leave for others to add: from the nearest
+// key to the farthest that was visited, each key's before its value's.
+struct KeyGradients {
+    int64_t high = 0, count = 0, width = 0;
+    Buffer rows;
+
+    // Keys come in decreasing order; those between them have gradients of zero.
+    float* add(int64_t key) {
+        const int64_t place = high - 1 - key;
+        rows.reserve((place + 1) * width);
+        std::memset(rows.data + count * width, 0, (place - count) * width * sizeof(float));
+        count = place + 1;
+        return rows.data + place * width;
+    }
+    bool has(int64_t key) const { return key < high && key >= high - count; }
+    const float* find(int64_t key) const { return rows.data + (high - 1 - key) * width; }
+};
+
 // What a vector of rows makes of one key after another from the tile's `first` on, with its sums in registers. A key `counts`
 // where it is kept and within the row's limit; `distance` is the count before it. Forward and backward
 // leave the key's weight in `place`; backward finds in `grads` the products of the output's gradient and
@@ -149,7 +172,7 @@ struct Rule<Mode::kMaximum, kDrops> {
     Rule(const Plan&, const Tile&, int64_t, float*, Lanes<Mode::kMaximum>& of, int lane)
         : lanes(of), at(lane), largest(load(of.largest + lane)) {}
     void meet(int64_t, Ints counts, Floats logit, Floats, float*) {
-        largest = counts & (logit > largest) ? logit : largest;
+        largest = (counts & (logit > largest)) ? logit : largest;
     }
     void save() { store(lanes.largest + at, largest); }
 };
@@ -246,8 +269,10 @@ class Walk {
         }
     }
 
-    // Rows [begin, end) of all query heads that share one key head.
-    void run(int64_t batch, int64_t key_head, int64_t begin, int64_t end) {
+    // Rows [begin, end) of all query heads that share one key head. Backward leaves the gradients of keys before
+    // apart->high there: other rows have a part in them too.
+    void run(int64_t batch, int64_t key_head, int64_t begin, int64_t end, KeyGradients* apart = nullptr) {
+        apart_ = apart;
         batch_ = batch;
         key_head_ = key_head;
         groups_.clear();
@@ -323,7 +348,9 @@ class Walk {
         Components room, grad;
         float offset = 0, delta = 0;
         const float* query;
-        bool fine = open_row(plan_, batch_, key_head_ * plan_.group + next_member_, next_, room, query, row);
+        const int64_t head = key_head_ * plan_.group + next_member_;
+        bool fine = open_row(plan_, batch_, head, next_, room, query, row);
+        expect_row(head, next_ - kAhead);
         if (--next_member_ < 0) {
             next_member_ = plan_.group - 1;
             next_--;
@@ -367,6 +394,13 @@ class Walk {
         }
     }
 
+    void expect_row(int64_t head, int64_t query) {
+        plan_.expect(problem_.query, batch_, head, query, problem_.width);
+        if (kMode != Mode::kBackward) return;
+        plan_.expect(problem_.output, batch_, head, query, problem_.value_width);
+        plan_.expect(problem_.grad_output, batch_, head, query, problem_.value_width);
+    }
+
     static void scatter(float* column, const float* from, int64_t count) {
         for (int64_t d = 0; d < count; d++) column[d * kLanes] = from[d];
     }
@@ -376,6 +410,8 @@ class Walk {
         tile.count = tile.bad_count = 0;
         for (int64_t key = tile.high - 1; key >= tile.low; key--) {
             if (!plan_.valid(batch_, key)) continue;
+            plan_.expect(problem_.key, batch_, key_head_, key - kSmallTile, problem_.width);
+            plan_.expect(problem_.value, batch_, key_head_, key - kSmallTile, problem_.value_width);
             float* row = keys_.data + tile.count * plan_.key_stride;
             plan_.read(problem_.key, batch_, key_head_, key, problem_.width, row);
             if (!all_finite(row, problem_.width)) continue;  // as if it were padding
@@ -554,7 +590,7 @@ class Walk {
     // complete after this. Rows are taken in order of entry, wherever their lanes are.
     void finish_keys() {
         // Chains of this many rows keep sums over thousands of them exact. Who is in a chain depends on the tiles,
-        // but a head is walked by one thread, whatever the others do.
+        // but those rows are walked by one thread, whatever the others do.
         const int64_t rows = int64_t(order_.size()), batch_rows = 128, keys = tile_.count;
         if (!keys) return filter_order();
         query_index_.resize(rows);
@@ -572,11 +608,15 @@ class Walk {
             add_rows(begin, count, weights_.data, grad_index_, plan_.value_lanes, grad_values_.data);
         }
         for (int64_t k = 0; k < keys; k++) {
-            float* row = grad_keys_.data + k * plan_.width_lanes;
-            for (int64_t d = 0; d < problem_.width; d++) row[d] = row[d] * problem_.scale + 0.0f;
-            plan_.write(problem_.grad_key, batch_, key_head_, tile_.index[k], problem_.width, row);
-            plan_.write(problem_.grad_value, batch_, key_head_, tile_.index[k], problem_.value_width,
-                        grad_values_.data + k * plan_.value_lanes);
+            float* grad_key = grad_keys_.data + k * plan_.width_lanes;
+            const float* grad_value = grad_values_.data + k * plan_.value_lanes;
+            if (tile_.index[k] >= apart_->high) {
+                finish_key(plan_, batch_, key_head_, tile_.index[k], grad_key, grad_value);
+                continue;
+            }
+            float* row = apart_->add(tile_.index[k]);
+            std::memcpy(row, grad_key, problem_.width * sizeof(float));
+            std::memcpy(row + problem_.width, grad_value, problem_.value_width * sizeof(float));
         }
         filter_order();
     }
@@ -661,6 +701,7 @@ class Walk {
     const Plan& plan_;
     const TraProblem& problem_;
     int64_t batch_ = 0, key_head_ = 0;
+    KeyGradients* apart_ = nullptr;
     int64_t next_low_ = 0, span_ = 0;                // where the tile after this one ends, and its span
     int64_t active_ = 0;                             // rows under way
     int64_t next_ = 0, next_member_ = 0, last_ = 0;  // the next to enter, its head in the group; the last
@@ -706,19 +747,79 @@ struct ForwardWorker {
     }
 };
 
+// Backward walks a head in blocks of rows. Which rows form a block depends on the length alone, so that bits do not
+// depend on who walks them. A key gets its gradients from several blocks; what they leave for each other takes memory,
+// so there must not be many.
+struct BackwardShare {
+    const TraProblem& problem;
+    const int64_t size, blocks, heads;
+    std::vector<KeyGradients> apart;         // of each block of each head
+    std::vector<std::atomic<int64_t>> left;  // blocks of each head that are not finished
+
+    explicit BackwardShare(const Plan& plan)
+        : problem(plan.problem), size(block_size(plan)),
+          blocks(std::max<int64_t>(1, (problem.query_length + size - 1) / size)),
+          heads(problem.batch * problem.key_heads), apart(heads * blocks), left(heads) {
+        for (auto& count : left) count = blocks;
+    }
+    static int64_t block_size(const Plan& plan) {
+        const int64_t rows = plan.problem.tolerance > 0 ? kLeastBackwardRows : kLeastRows;
+        return std::max(rows / plan.group, plan.problem.query_length / kMostBackwardBlocks) + 1;
+    }
+    int64_t items() const { return heads * blocks; }
+    // The first key that no row before the block sees.
+    int64_t first_key(int64_t block) const {
+        return block ? block * size + problem.key_length - problem.query_length : 0;
+    }
+};
+
 struct BackwardWorker {
     const Plan& plan;
+    BackwardShare& share;
     Walk<Mode::kBackward> walk;
-    explicit BackwardWorker(const Plan& p) : plan(p), walk(p) {}
+    BackwardWorker(const Plan& p, BackwardShare& with) : plan(p), share(with), walk(p) {}
+
     void operator()(int64_t item) {
         const TraProblem& p = plan.problem;
-        const Components zeros = {};
-        int64_t batch = item / p.key_heads, head = item % p.key_heads;
-        for (int64_t key = 0; key < p.key_length; key++) {  // some are masked or beyond every row's reach
-            plan.write(p.grad_key, batch, head, key, p.width, zeros);
-            plan.write(p.grad_value, batch, head, key, p.value_width, zeros);
+        // The last rows of a head are the dearest: they come first.
+        const int64_t head = item / share.blocks, block = share.blocks - 1 - item % share.blocks;
+        const int64_t batch = head / p.key_heads, key_head = head % p.key_heads;
+        const int64_t begin = block * share.size, end = std::min(p.query_length, begin + share.size);
+        const int64_t low = share.first_key(block);
+        const int64_t high = end < p.query_length ? share.first_key(block + 1) : p.key_length;
+        Components zeros = {};
+        for (int64_t key = low; key < high; key++)  // some are masked or beyond every row's reach
+            finish_key(plan, batch, key_head, key, zeros, zeros);
+        KeyGradients* parts = &share.apart[head * share.blocks];
+        // A gradient in half precision is rounded once, when it is complete.
+        parts[block].high = share.blocks > 1 && plan.type != kFloat32 ? high : low;
+        parts[block].width = p.width + p.value_width;
+        walk.run(batch, key_head, begin, end, &parts[block]);
+        if (--share.left[head] == 0) join(batch, key_head, parts);
+    }
+
+    // Adds what the blocks of a head have left, from the last to the first, to what is written.
+    void join(int64_t batch, int64_t key_head, KeyGradients* parts) {
+        const TraProblem& p = plan.problem;
+        Components grad_key, grad_value;
+        for (int64_t key = 0; key < p.key_length; key++) {
+            bool read = false;
+            for (int64_t block = share.blocks - 1; block >= 0; block--) {
+                if (!parts[block].has(key)) continue;
+                if (!read) {
+                    plan.read(p.grad_key, batch, key_head, key, p.width, grad_key);
+                    plan.read(p.grad_value, batch, key_head, key, p.value_width, grad_value);
+                    read = true;
+                }
+                const float* part = parts[block].find(key);
+                for (int64_t d = 0; d < p.width; d++) grad_key[d] += part[d] * p.scale;
+                for (int64_t d = 0; d < p.value_width; d++) grad_value[d] += part[p.width + d];
+            }
+            if (!read) continue;
+            plan.write(p.grad_key, batch, key_head, key, p.width, grad_key);
+            plan.write(p.grad_value, batch, key_head, key, p.value_width, grad_value);
         }
-        walk.run(batch, head, 0, p.query_length);
+        for (int64_t block = 0; block < share.blocks; block++) parts[block].rows = {};
     }
 };
 

@@ -1,0 +1,225 @@
+"""`Decoder.generate`, held against transformers' `generate` token for token."""
+
+import math
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.hub.models import VOCABULARY, build, every_mechanism, left_padded, prompt
+from tests.hub.models import generate as theirs
+from tra import Decoder, Sampling, ThresholdRelativeAttention, sized
+from tra.errors import RunError
+from tra.generation import continued
+from tra.hub import to_decoder
+from tra.model import Block
+
+two_mechanisms = pytest.mark.parametrize("attention", ["tra", "rope"])
+
+
+@every_mechanism
+def test_greedy_tokens_are_those_of_transformers(attention: str) -> None:
+    model, tokens = build(attention), prompt()
+    expected = theirs(model, tokens, max_new_tokens=24)
+    assert len(expected[:, 7:].unique()) > 3
+    assert torch.equal(to_decoder(model).generate(tokens, 24), expected)
+
+
+@every_mechanism
+def test_left_padded_rows_are_those_of_transformers(attention: str) -> None:
+    model = build(attention)
+    tokens, mask = left_padded([torch.randint(VOCABULARY, (length,)) for length in (1, 11, 8)])
+    found = to_decoder(model).generate(tokens, 16, key_mask=mask.bool())
+    assert torch.equal(found, theirs(model, tokens, attention_mask=mask))
+
+
+@two_mechanisms
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 4},
+        {"top_k": 1000},
+        {"top_p": 0.6},
+        {"top_p": 1e-6},
+        {"temperature": 1.9, "top_k": 9, "top_p": 0.8},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sampled_tokens_are_those_of_transformers_with_the_same_seed(
+    attention: str, options: dict[str, Any], seed: int
+) -> None:
+    model, tokens = build(attention), prompt(batch=3)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.2  # no token is certain
+    torch.manual_seed(seed)
+    expected = theirs(model, tokens, do_sample=True, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options})
+    decoder, sampling = to_decoder(model), Sampling(**{"temperature": 1.0, **options})
+    own = torch.Generator().manual_seed(seed)
+    assert torch.equal(decoder.generate(tokens, 16, sampling, generator=own), expected)
+    torch.manual_seed(seed)
+    assert torch.equal(decoder.generate(tokens, 16, sampling), expected)
+
+
+@two_mechanisms
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("pad", [None, 3])
+def test_rows_end_and_are_padded_as_those_of_transformers(attention: str, temperature: float, pad: int | None) -> None:
+    model, tokens = build(attention), prompt(batch=5)
+    decoder, sampling = to_decoder(model), Sampling(temperature)
+    free = decoder.generate(tokens, 20, sampling, generator=torch.Generator().manual_seed(0))
+    ends = [free[0, 10].item(), free[1, 13].item()]
+    torch.manual_seed(0)
+    expected = theirs(
+        model,
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=20,
+        do_sample=temperature > 0,
+        top_k=0,
+        eos_token_id=ends,
+        pad_token_id=pad,
+    )
+    found = decoder.generate(tokens, 20, sampling, end=ends, pad=pad, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(found, expected)
+    filler = ends[0] if pad is None else pad
+    first = (found[0, 7:] == ends[0]).nonzero()[0].item()
+    assert (found[0, 8 + first :] == filler).all()
+
+
+def test_generation_stops_when_every_row_has_ended() -> None:
+    decoder, tokens = to_decoder(build()), prompt(batch=1)
+    free = decoder.generate(tokens, 20)
+    steps = list(continued(decoder.reader(), tokens, 20, Sampling(), end=[free[0, 11].item()]))
+    assert len(steps) == free[0, 7:].tolist().index(free[0, 11].item()) + 1
+
+
+@every_mechanism
+@pytest.mark.parametrize("residual", ["normalised", "pre_norm"])
+@torch.inference_mode()
+def test_a_new_token_is_scored_as_by_the_whole_model_to_the_bit(attention: str, residual: str) -> None:
+    decoder = to_decoder(build(attention, residual=residual))
+    tokens, mask = left_padded([torch.randint(VOCABULARY, (length,)) for length in (9, 4)])
+    for key_mask in (None, mask.bool()):
+        read, cache, start = decoder.reader(), decoder.new_cache(), 0
+        for stop in (5, 6, 7, 9):
+            seen = None if key_mask is None else key_mask[:, :stop]
+            hidden = decoder.hidden(tokens[:, start:stop], cache=cache, key_mask=seen)
+            assert torch.equal(read(tokens[:, start:stop], seen), decoder.head(hidden[:, -1:])[:, 0])
+            start = stop
+
+
+@torch.inference_mode()
+def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
+    """Adapters, hooks and subclasses compute what they compute in `forward`."""
+
+    class Louder(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 1.5 * super().forward(x)
+
+    class Halved(Block):
+        def forward(self, *arguments: Any) -> Tensor:
+            return 0.5 * super().forward(*arguments)
+
+    class Turned(ThresholdRelativeAttention):
+        def project(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = super().project(*arguments)
+            return query.flip(-1), key, value
+
+    class Added(accelerate.hooks.ModelHook):
+        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+            return output + 1.0
+
+    def hooked(module: nn.Module) -> None:
+        module.register_forward_hook(lambda _module, _given, out: out + 1.0)
+
+    def louder(decoder: Decoder) -> None:
+        own = decoder.blocks[1].mlp.expand
+        decoder.blocks[1].mlp.expand = Louder(*own.weight.shape[::-1])
+        decoder.blocks[1].mlp.expand.load_state_dict(own.state_dict())
+
+    changes = [
+        louder,
+        lambda decoder: setattr(decoder.blocks[0], "__class__", Halved),
+        lambda decoder: setattr(decoder.blocks[0].attention, "__class__", Turned),
+        lambda decoder: accelerate.hooks.add_hook_to_module(decoder.blocks[1].attention.value, Added()),
+        *(
+            lambda decoder, name=name: hooked(decoder.get_submodule(name))
+            for name in ("blocks.0", "blocks.0.attention", "blocks.1.attention.query", "blocks.1.mlp", "norm", "head")
+        ),
+    ]
+    for change in changes:
+        decoder, tokens = to_decoder(build()), prompt()
+        plain = decoder(tokens)[:, -1]
+        change(decoder)
+        read, cache = decoder.reader(), decoder.new_cache()
+        for part in tokens.split((5, 1, 1), dim=1):
+            expected = decoder.head(decoder.hidden(part, cache=cache)[:, -1:])[:, 0]
+            assert torch.equal(read(part, None), expected)
+        assert not torch.equal(plain, expected)
+
+
+def test_what_is_generated_belongs_to_the_caller() -> None:
+    """Neither gradients nor inference mode reach beyond the loop, which may be left at any step."""
+    decoder = Decoder(sized("mini")).eval()
+    steps = continued(decoder.reader(), torch.tensor([[1, 2]]), 5, Sampling())
+    next(steps)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    steps.close()
+    made = decoder.generate(torch.tensor([[1, 2]]), 3)
+    assert not made.is_inference()
+    decoder(made).sum().backward()
+
+
+def test_in_training_mode_dropout_stays() -> None:
+    decoder, tokens = Decoder(sized("mini", dropout=0.5)), torch.tensor([[1, 2]])
+    assert len({tuple(decoder.generate(tokens, 20)[0].tolist()) for _ in range(4)}) > 1
+    assert len({tuple(decoder.eval().generate(tokens, 20)[0].tolist()) for _ in range(4)}) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"temperature": -1.0}, "temperature must be 0 or at least 1e-06, got -1.0"),
+        ({"temperature": math.nan}, "temperature must be 0 or at least 1e-06, got nan"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
+    ],
+)
+def test_a_wrong_way_to_choose_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"tokens": [[1]]}, r"tokens must be an int32 or int64 tensor \[B, L\], got list"),
+        ({"tokens": torch.ones(1, 2)}, r"tokens must be an int32 or int64 tensor \[B, L\], got torch.float32"),
+        ({"tokens": torch.ones(2, 0, dtype=torch.long)}, r"with at least one token, got \[2, 0\]"),
+        ({"tokens": torch.tensor([[6]])}, "tokens must be at least 0 and less than the vocabulary of 6, got 6"),
+        ({"new": 0}, "new must be a whole number of at least 1, got 0"),
+        ({"key_mask": torch.ones(1, 3)}, r"key_mask must have the shape \[B, Lk\] = \[1, 2\], got \[1, 3\]"),
+        ({"key_mask": torch.tensor([[True, False]])}, "padding belongs on the left"),
+    ],
+)
+def test_a_wrong_argument_is_named(changed: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"tokens": torch.tensor([[1, 2]]), "new": 3, **changed}
+    with pytest.raises(ValueError, match=message):
+        Decoder(sized("mini")).eval().generate(**arguments)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_scores_that_are_not_finite_are_an_error(bad: float, temperature: float) -> None:
+    decoder = Decoder(sized("mini")).eval()
+    with torch.no_grad():
+        decoder.norm.weight[0] = bad
+    with pytest.raises(RunError, match="the model's scores for token 3 are not finite: its weights are damaged"):
+        decoder.generate(torch.tensor([[1, 2]]), 3, Sampling(temperature))

@@ -1,0 +1,133 @@
+"""What is built from the sources: a wheel for any Python 3, with a compiler or without, and a complete sdist."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+KERNELS = "tra/ops/threshold_relative/_cpu_"
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A copy of what a build reads, with nothing built."""
+    tree = tmp_path / "sources"
+    shutil.copytree(ROOT / "tra", tree / "tra", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def set_up(tree: Path, *words: str, **surroundings: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(tree), **surroundings}
+    command = [sys.executable, "setup.py", *words]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def wheel_of(tree: Path, **surroundings: str) -> zipfile.ZipFile:
+    set_up(tree, "bdist_wheel", "--dist-dir", "dist", **surroundings)
+    (wheel,) = (tree / "dist").iterdir()
+    return zipfile.ZipFile(wheel)
+
+
+def tags_of(wheel: zipfile.ZipFile) -> list[str]:
+    (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/WHEEL"))
+    return re.findall("^Tag: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
+
+
+def test_one_wheel_serves_every_python_3_and_is_built_without_torch(sources: Path) -> None:
+    (sources / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    wheel = wheel_of(sources)
+    variants = ["avx2", "avx512", "generic"] if platform.machine() == "x86_64" else ["generic"]
+    built = sorted(name for name in wheel.namelist() if name.endswith(".so"))
+    assert built == [f"{KERNELS}{variant}.so" for variant in variants]
+    (tag,) = tags_of(wheel)
+    assert re.fullmatch(r"py3-none-(linux|macosx)_\w+", tag)
+    assert Path(str(wheel.filename)).name.endswith(f"-{tag}.whl")
+    folders = {name.split("/")[0] for name in wheel.namelist()}
+    assert sorted(folder.rpartition(".")[2] for folder in folders) == ["dist-info", "tra"]
+
+
+def test_without_a_compiler_the_package_still_works_and_says_so_once(sources: Path) -> None:
+    wheel = wheel_of(sources, CC="/nonexistent/cc", CXX="/nonexistent/c++")
+    assert not [name for name in wheel.namelist() if name.endswith(".so")]
+    # For one platform all the same: elsewhere pip must not prefer it to the sources.
+    assert re.fullmatch(r"py3-none-(linux|macosx)_\w+", *tags_of(wheel))
+    installed = sources / "installed"
+    wheel.extractall(installed)
+    program = """
+import json, torch, warnings
+from tra import threshold_relative_attention
+from tra.ops.threshold_relative import cpu
+x, gate = torch.randn(1, 2, 9, 8), -torch.rand(1, 2, 9)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    first = threshold_relative_attention(x, x, x, gate)
+    threshold_relative_attention(x, x, x, gate)
+try:
+    threshold_relative_attention(x, x, x, gate, impl="cpu")
+except ValueError as error:
+    refusal = str(error)
+same = torch.equal(first, threshold_relative_attention(x, x, x, gate, impl="reference"))
+print(json.dumps([[str(w.message) for w in caught], refusal, cpu.about(), same, cpu.__file__]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    environment.pop("TRITON_INTERPRET", None)
+    output = subprocess.run(
+        [sys.executable, "-c", program], cwd=installed, env=environment, capture_output=True, text=True, check=True
+    )
+    (message,), refusal, about, same, file = json.loads(output.stdout)
+    assert file.startswith(str(installed))
+    assert "install a C++ compiler" in message
+    assert refusal == (
+        "impl 'cpu' is not built: install a C++ compiler (gcc or clang) and reinstall threshold-relative-attention"
+    )
+    assert about.startswith("native kernel; not usable here: it is not built: install a C++ compiler")
+    assert same
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git knows what belongs to the sources")
+def test_the_sdist_holds_every_source_and_nothing_else(tmp_path: Path) -> None:
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    known = {name for name in subprocess.check_output(git, cwd=ROOT, text=True).splitlines() if (ROOT / name).exists()}
+    tree = tmp_path / "tree"
+    for name in known:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    # What lies about where tests have run, and must stay at home.
+    for name in ("tra/__pycache__/version.cpython-311.pyc", f"{KERNELS}generic.so", "runs/a/recipe.json", ".venv/x"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).touch()
+    set_up(tree, "sdist", "--dist-dir", "dist")
+    (archive,) = (tree / "dist").iterdir()
+    with tarfile.open(archive) as sdist:
+        held = {member.name.split("/", 1)[1] for member in sdist.getmembers() if member.isfile()}
+    written = {name for name in held if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
+    assert held - written == known
+
+
+def test_releases_are_published_with_no_more_rights_than_they_need() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    assert workflow["permissions"] == {}
+    jobs = workflow["jobs"]
+    assert {name: job["permissions"] for name, job in jobs.items()} == {
+        "wheels": {"contents": "read"},
+        "sdist": {"contents": "read"},
+        "publish": {"id-token": "write"},
+    }
+    # Who may publish runs nothing but what is pinned, and no code of the repository.
+    assert not [step for step in jobs["publish"]["steps"] if "run" in step or "checkout" in step["uses"]]
+    assert set(jobs["publish"]["needs"]) == {"wheels", "sdist"}
+    used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action) for action in used), used

@@ -1,0 +1,133 @@
+"""Generation token by token: how the next one is chosen, and the loop around it.
+
+What transformers' `generate` chooses with the same options and the same state of the random generator, without what it
+does besides for each token.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tra.errors import RunError
+from tra.ops.visibility import check_masks
+
+COLDEST = 1e-6
+"""What scores are divided by must leave them finite."""
+
+Reader = Callable[[Tensor, Tensor | None], Tensor]
+"""Reads new tokens ``[B, L]`` behind those it has read before, with the mask ``[B, read + L]`` of all of them or None,
+and returns the scores ``[B, vocabulary]`` of the token after the last."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Example:
+        >>> Sampling(temperature=0.8, top_p=0.9)
+        Sampling(temperature=0.8, top_k=0, top_p=0.9)
+    """
+
+    temperature: float = 0.0
+    """0 takes the most probable token."""
+    top_k: int = 0
+    """Sample among so many of the most probable tokens; 0 means all."""
+    top_p: float = 1.0
+    """Sample among the most probable tokens that together have this probability."""
+
+    def __post_init__(self) -> None:
+        cold = f"0 or at least {COLDEST:g}"
+        for name, wrong, expected in (
+            ("temperature", not (self.temperature == 0 or COLDEST <= self.temperature < math.inf), cold),
+            ("top_k", self.top_k < 0, "at least 0"),
+            ("top_p", not 0 < self.top_p <= 1, "in (0, 1]"),
+        ):
+            if wrong:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    def choose(self, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A token ``[B]`` for each row of the scores ``[B, vocabulary]``, which are float32."""
+        if self.temperature == 0:
+            return scores.argmax(dim=-1)
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        if self.top_k:
+            least = scores.topk(min(self.top_k, scores.shape[1])).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -math.inf)
+        if self.top_p < 1.0:
+            # From the least probable on, as transformers adds them up: another order would round otherwise.
+            ranked, order = scores.sort(descending=False)
+            left_out = ranked.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+            left_out[:, -1] = False
+            scores = scores.masked_fill(left_out.scatter(1, order, left_out), -math.inf)
+        return torch.multinomial(scores.softmax(dim=-1), num_samples=1, generator=generator).squeeze(1)
+
+
+GREEDY = Sampling()
+
+
+@torch.inference_mode()
+def continued(
+    read: Reader,
+    tokens: Tensor,
+    new: int,
+    sampling: Sampling = GREEDY,
+    *,
+    key_mask: Tensor | None = None,
+    end: Collection[int] = (),
+    pad: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """The tokens ``[B]`` that follow ``tokens [B, L]``, one step after another.
+
+    Args:
+        read: what gives the scores; it remembers what it has read.
+        tokens: what is continued.
+        new: how many steps at most.
+        sampling: how tokens are chosen.
+        key_mask: ``[B, L]`` boolean, False for padding, which belongs on the left.
+        end: tokens that end their row. When all rows have ended, so does the iterator.
+        pad: what follows in a row that has ended while others go on; the first of `end` by default.
+        generator: where randomness comes from; PyTorch's own by default.
+    """
+    _check(tokens, new, key_mask)
+    batch, length = tokens.shape
+    if key_mask is not None and bool(key_mask.all()):
+        key_mask = None  # which is faster
+    running = torch.ones(batch, dtype=torch.bool, device=tokens.device)
+    last = torch.tensor(list(end), device=tokens.device)
+    for step in range(new):
+        scores = read(tokens, key_mask).float()
+        check_finite(scores, length + step + 1)
+        chosen = sampling.choose(scores, generator)
+        if len(last):
+            chosen = chosen.where(running, last[0] if pad is None else pad)
+            running = running & ~torch.isin(chosen, last)
+        yield chosen
+        if len(last) and not running.any():
+            return
+        tokens = chosen[:, None]
+        if key_mask is not None:
+            key_mask = torch.cat([key_mask, key_mask.new_ones(batch, 1)], dim=1)
+
+
+def check_finite(scores: Tensor, number: int) -> None:
+    """Raise a RunError for scores of the token of that number among which nothing can be chosen."""
+    if not scores.max().item() < math.inf:  # the largest of all is NaN if one is
+        raise RunError(f"the model's scores for token {number} are not finite: its weights are damaged")
+
+
+def _check(tokens: Tensor, new: int, key_mask: Tensor | None) -> None:
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be an int32 or int64 tensor [B, L], got {kind}")
+    if tokens.dim() != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens must have the shape [B, L], with at least one token, got {list(tokens.shape)}")
+    if not isinstance(new, int) or new < 1:
+        raise ValueError(f"new must be a whole number of at least 1, got {new!r}")
+    check_masks(key_mask, None, tokens.shape[0], tokens.shape[1], tokens.device)
+    if key_mask is not None and not bool(key_mask[:, -1].all()):
+        raise ValueError("key_mask must be True for the last token of each row: padding belongs on the left")
