@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ def _patch_once_per_launch() -> None:
 
 if triton.INSTALLED and triton.INTERPRETED:
     _patch_once_per_launch()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fresh memory holds NaN or nonsense where kernels are tested, so that an output that is never written shows."""
+    if request.path.name not in ("test_cpu.py", "test_triton.py"):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,6 @@ import math
 import multiprocessing
 import struct
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from tests.ops.oracle import dense_attention
 from tra import Decoder, DecoderConfig
 from tra.bench.memory import peak_of_attention
 from tra.ops import threshold_relative_attention
-from tra.ops.threshold_relative import cpu
+from tra.ops.threshold_relative import cpu, implementations
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 
 
@@ -26,15 +25,6 @@ from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(cpu, "variant", request.param)
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Fresh memory holds NaN, so that an output that is never written shows."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def run(*inputs: Tensor, impl: str = "cpu", **options: object) -> Tensor:
@@ -139,7 +129,7 @@ def test_a_library_that_does_not_fit_is_never_called(
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", cpu)  # which interpreted would take the call
     for attribute, found in (("LIBRARIES", libraries), ("variant", None), ("widest", widest), ("unusable", unusable)):
         monkeypatch.setattr(cpu, attribute, found)
-    monkeypatch.setattr(cpu, "_warned", False)
+    monkeypatch.setattr(implementations, "_said", set())
     inputs = random_inputs(dtype=torch.float32)
     with pytest.raises(ValueError, match=f"impl 'cpu' {reason}.*: reinstall threshold-relative-attention"):
         run(*inputs)

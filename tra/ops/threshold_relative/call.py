@@ -46,8 +46,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 class Implementation(Protocol):
     """What each module listed in `implementations` defines.
 
-    It may also define ``passed_over(reason)``, which is called when "auto" goes on to the next one because of that
-    refusal: the place to say once what the user could install.
+    It may also define ``passed_over(reason)``, which is asked when "auto" goes on to the next one because of that
+    refusal: what to tell the user, once, that they lose and could install, as the rest of a sentence, or None.
     """
 
     def about(self) -> str:

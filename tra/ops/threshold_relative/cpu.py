@@ -4,7 +4,6 @@ import ctypes
 import os
 import struct
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,15 +56,8 @@ def refusal(inputs: Inputs, options: Options) -> str | None:
     return None
 
 
-def passed_over(reason: str) -> None:
-    """Say once that the kernel could be had."""
-    global _warned
-    if reason == unusable and not _warned:
-        _warned = True
-        warnings.warn(
-            f"threshold_relative_attention runs many times slower without its native CPU kernel, which {reason}",
-            stacklevel=4,
-        )
+def passed_over(reason: str) -> str | None:
+    return f"runs many times slower without its native CPU kernel, which {reason}" if reason == unusable else None
 
 
 @contextmanager
@@ -175,6 +167,5 @@ LIBRARIES, widest, unusable = _load()
 variant = list(LIBRARIES)[-1] if LIBRARIES else None
 """The variant in use: the richest that was built and runs here."""
 _parallel = _find_parallel()
-_warned = False
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
     os.register_at_fork(after_in_child=_forget_pool)

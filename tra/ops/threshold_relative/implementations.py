@@ -1,5 +1,7 @@
 """The implementations of the operator, in the order in which "auto" asks them."""
 
+import warnings
+
 import torch
 
 from tra.lookup import lookup
@@ -8,6 +10,8 @@ from tra.ops.threshold_relative.call import Implementation, Inputs, Options
 
 IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": cpu, "triton": triton, "reference": reference}
 """The last one refuses nothing."""
+
+_said: set[str] = set()
 
 
 def choose(impl: str, inputs: Inputs, options: Options) -> str:
@@ -24,7 +28,10 @@ def choose(impl: str, inputs: Inputs, options: Options) -> str:
         if reason is None:
             return name
         if hasattr(implementation, "passed_over") and not torch.compiler.is_compiling():
-            implementation.passed_over(reason)
+            advice = implementation.passed_over(reason)
+            if advice is not None and advice not in _said:
+                _said.add(advice)
+                warnings.warn(f"threshold_relative_attention {advice}", stacklevel=3)
     raise AssertionError("every implementation refused")
 
 

@@ -1,7 +1,6 @@
-"""The GPU kernels, in Triton: `kernels` computes, `launch` calls them, `tiles` says in which pieces."""
+"""The GPU kernels, in Triton: `kernels` computes, `launch` calls them, `tiles` and `tuning` say in which pieces."""
 
 import os
-import warnings
 from importlib.util import find_spec
 
 import torch
@@ -19,8 +18,6 @@ INSTALLED = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 """Whether Triton runs kernels in Python, on any device. Constants, because torch.compile traces `refusal`."""
 NOT_INSTALLED = "needs Triton: pip install 'threshold-relative-attention[gpu]'"
-
-_warned = False
 
 
 def about() -> str:
@@ -47,15 +44,8 @@ def refusal(inputs: Inputs, options: Options) -> str | None:
     return None if INSTALLED else NOT_INSTALLED
 
 
-def passed_over(reason: str) -> None:
-    """Say once that the kernels could be had."""
-    global _warned
-    if reason == NOT_INSTALLED and not _warned:
-        _warned = True
-        warnings.warn(
-            f"threshold_relative_attention holds matrices of queries x keys without its GPU kernels: it {reason}",
-            stacklevel=4,
-        )
+def passed_over(reason: str) -> str | None:
+    return f"holds matrices of queries x keys without its GPU kernels: it {reason}" if reason == NOT_INSTALLED else None
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
