@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import triton
 from torch import Tensor
@@ -50,20 +51,21 @@ POINTERS = {
 class Processor:
     family: str
     instruction: str
-    """Of the scores, with {keys} for the keys of a block."""
+    """Of the scores up to a width of 128, with {keys} for the keys of a block."""
     shared: int
     """Bytes of shared memory per multiprocessor."""
     warps: int
     """That a multiprocessor holds at most."""
 
 
+OF_A_WARP = "mma.sync.aligned.m16n8k16"
 PROCESSORS = {
-    "sm_80": Processor("warp", "mma.sync.aligned.m16n8k16", 164 << 10, 64),
-    "sm_86": Processor("warp", "mma.sync.aligned.m16n8k16", 100 << 10, 48),
-    "sm_89": Processor("warp", "mma.sync.aligned.m16n8k16", 100 << 10, 48),
+    "sm_80": Processor("warp", OF_A_WARP, 164 << 10, 64),
+    "sm_86": Processor("warp", OF_A_WARP, 100 << 10, 48),
+    "sm_89": Processor("warp", OF_A_WARP, 100 << 10, 48),
     "sm_90": Processor("hopper", "wgmma.mma_async.sync.aligned.m64n{keys}k16", 228 << 10, 64),
     "sm_100": Processor("blackwell", "tcgen05.mma", 228 << 10, 64),
-    "sm_120": Processor("warp", "mma.sync.aligned.m16n8k16", 100 << 10, 48),
+    "sm_120": Processor("warp", OF_A_WARP, 100 << 10, 48),
     "gfx942": Processor("mfma", "v_mfma_f32_", 64 << 10, 32),
 }
 
@@ -102,7 +104,11 @@ class Compiled:
         return f"{self.target} {self.kernel} {self.dtype} {self.width} {self.variant}".strip()
 
 
-LAUNCHED = ("forward", "decode_part", "join_parts", "look_at_rows", "backward_query", "list_visitors", "backward_key")
+MOST_CHOICES = 3
+"""Tiles that a kernel has to choose from."""
+WALKING = ("forward", "decode_part", "backward_query", "backward_key")
+"""The others take no time that counts."""
+LAUNCHED = (*WALKING, "join_parts", "pack_rows", "look_at_rows", "list_visitors")
 
 
 class Recorder:
@@ -116,15 +122,18 @@ class Recorder:
         return record
 
 
-def launches(family: str, dtype: torch.dtype, width: int, everything: bool = False) -> list[Launch]:
-    """What forward and backward launch for a training step; with everything: masks, segments and dropout."""
+def launches(family: str, dtype: torch.dtype, width: int, everything: bool = False, choice: int = 0) -> list[Launch]:
+    """What forward and backward launch, packed and not, and decoding; with everything: masks, segments and dropout.
+
+    With the tiles of that number among those to choose from, or the last.
+    """
     found: list[Launch] = []
-    recorded = {name: kernel for name, kernel in vars(kernels).items() if isinstance(kernel, triton.JITFunction)}
-    chosen = tiles.family
-    try:
-        tiles.family = lambda device: family
+    choices = tiles.choices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "family", lambda device: family)
+        patch.setattr(tiles, "choices", lambda *kind: choices(*kind)[: choice + 1][-1:])
         for name in LAUNCHED:
-            setattr(kernels, name, Recorder(recorded[name], found))
+            patch.setattr(kernels, name, Recorder(getattr(kernels, name), found))
         length = 256
         query, key, value = torch.ones(3, 1, 4, length, width, dtype=dtype).unbind(0)
         mask = torch.ones(1, length, dtype=torch.bool) if everything else None
@@ -132,24 +141,36 @@ def launches(family: str, dtype: torch.dtype, width: int, everything: bool = Fal
         seed = torch.ones(1, dtype=torch.int64) if everything else None
         inputs = Inputs(query, key[:, :2], value[:, :2], -torch.ones(1, 4, length), mask, segments, seed)
         options = Options(width**-0.5, 0.0, 0.1 if everything else 0.0, 1e-7, width**0.5)
-        out, state = launch.forward(inputs, options)
-        launch.backward(out, inputs, out, state, options)
+        for packed_from in (length, 2 * length):
+            patch.setattr(launch, "PACKED_FROM", packed_from)
+            out, state = launch.forward(inputs, options)
+            launch.backward(out, inputs, out, state, options)
         long = torch.ones(1, 2, 4096, width, dtype=dtype)
         masks = (None if x is None else x.expand(1, 16, length).reshape(1, 4096) for x in (mask, segments))
         launch.forward(Inputs(query[:, :, :1], long, long, -torch.ones(1, 4, 1), *masks, seed), options)
-    finally:
-        tiles.family = chosen
-        for name, kernel in recorded.items():
-            setattr(kernels, name, kernel)
     return found
+
+
+def described(launched: Launch) -> list[str]:
+    """What a kernel does besides its plain walk, and how many stages it has if not two."""
+    given = dict(zip(launched.kernel.arg_names, launched.arguments, strict=True))
+    words = {
+        "decoding": given.get("DECODES"),
+        "packed": given.get("RESUMES"),
+        "packing": given.get("PACKS") and not given["RESUMES"],
+        "careful": given.get("CAREFUL") and not given.get("DECODES"),
+        "masks and dropout": given.get("DROPOUT"),
+        "again": given.get("ENDS"),
+        f"{launched.options.get('num_stages', 2)} stages": launched.options.get("num_stages", 2) != 2,
+    }
+    return [word for word, holds in words.items() if holds]
 
 
 def compile_launch(launched: Launch, target: str, dtype: str, width: int, variant: str) -> Compiled:
     signature, constants, attributes = _signature(launched)
     processor, keys = PROCESSORS[target], launched["N"] if "N" in launched.kernel.arg_names else 0
-    sources = Path(kernels.__file__).read_bytes()
-    what = (triton.__version__, target, launched.kernel.__name__, signature, constants, attributes, launched.options)
-    digest = hashlib.sha256(sources + repr(what).encode()).hexdigest()
+    what = (launched.kernel.cache_key, target, signature, constants, attributes, launched.options)
+    digest = hashlib.sha256(repr((triton.__version__, *what)).encode()).hexdigest()
     stored = CACHE / f"{digest}.json"
     if stored.exists():
         # Some kernels are the same for every dtype.
@@ -171,11 +192,16 @@ def compile_launch(launched: Launch, target: str, dtype: str, width: int, varian
         "x".join(str(launched[name]) for name in ("M", "N") if name in launched.kernel.arg_names) + f", {warps} warps",
         *(registers, stack, compiled.metadata.shared),
         _occupancy(processor, target, registers, compiled.metadata.shared, warps),
-        *(processor.instruction.format(keys=keys) in text, copies),
+        *(_instruction(target, width).format(keys=keys) in text, copies),
     )
     CACHE.mkdir(parents=True, exist_ok=True)
     stored.write_text(json.dumps(asdict(result)))
     return result
+
+
+def _instruction(target: str, width: int) -> str:
+    wide = width > 128 and not target.startswith("gfx")
+    return OF_A_WARP if wide else PROCESSORS[target].instruction
 
 
 def _signature(launched: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
@@ -239,19 +265,21 @@ def wanted(fast: bool) -> Iterator[tuple[str, str, int, str]]:
 
 
 def compile_all(fast: bool, only: str = "") -> Iterator[Compiled]:
+    seen: set[tuple[Any, ...]] = set()
     for target, dtype, width, variant in wanted(fast):
         if only not in target:
             continue
         family = PROCESSORS[target].family
-        for launched in launches(family, getattr(torch, dtype), width, variant == "masks and dropout"):
-            decodes = "DECODES" in launched.kernel.arg_names and launched["DECODES"]
-            careful = "CAREFUL" in launched.kernel.arg_names and launched["CAREFUL"] and not decodes
-            if careful != (variant == "careful") and _walks(launched.kernel.__name__):
-                continue
-            if not _walks(launched.kernel.__name__) and (width != 64 or variant):
-                continue
-            name = ", ".join(filter(None, ("decoding" if decodes else "", variant)))
-            yield compile_launch(launched, target, dtype, width, name)
+        everything = variant == "masks and dropout"
+        for choice in range(MOST_CHOICES):
+            for launched in launches(family, getattr(torch, dtype), width, everything, choice):
+                walks, words = launched.kernel.__name__ in WALKING, described(launched)
+                name = (launched.kernel.__name__, target, dtype, width, *words)
+                elsewhere = ("careful" in words) != (variant == "careful") if walks else (width != 64 or variant)
+                if elsewhere or name in seen:
+                    continue
+                seen.add(name)
+                yield compile_launch(launched, target, dtype, width, ", ".join(words))
 
 
 def complaints(results: list[Compiled], ceilings: dict[str, dict[str, float]] | None) -> list[str]:
@@ -267,22 +295,18 @@ def complaints(results: list[Compiled], ceilings: dict[str, dict[str, float]] | 
                 found.append(f"{result.name}: {field} {getattr(result, field)} > {ceiling[field]}")
         if result.occupancy < ceiling["occupancy"]:
             found.append(f"{result.name}: occupancy {result.occupancy} < {ceiling['occupancy']}")
-        if not _walks(result.kernel) or result.dtype == "float32":
+        if result.kernel not in WALKING or result.dtype == "float32":
             continue
         if not result.scores:
-            found.append(f"{result.name}: the scores' instruction is not {PROCESSORS[result.target].instruction}")
+            found.append(f"{result.name}: the scores' instruction is not {_instruction(result.target, result.width)}")
         if result.copies == 0 and not result.target.startswith("gfx"):
             found.append(f"{result.name}: no asynchronous copies")
     return found
 
 
-def _walks(kernel: str) -> bool:
-    return kernel not in ("look_at_rows", "list_visitors")
-
-
 def table(results: list[Compiled]) -> str:
     """Markdown, a line for each kernel, width and dtype, processors side by side. Variants are not shown."""
-    results = [x for x in results if x.variant in ("", "decoding") and x.dtype != "float16"]
+    results = [x for x in results if x.variant in ("", "decoding", "packing", "packed") and x.dtype != "float16"]
     targets = list(dict.fromkeys(result.target for result in results))
     lines = [
         f"Triton {triton.__version__}. Registers per thread, bytes of stack (AMD: spilled registers), KiB of shared"
@@ -322,7 +346,11 @@ def main(arguments: list[str]) -> int:
     if options.write:
         fields = ("registers", "stack", "shared", "occupancy")
         fresh = {result.name: {field: getattr(result, field) for field in fields} for result in results}
-        ceilings.setdefault(triton.__version__, {}).update(fresh)
+        stored = ceilings.get(triton.__version__, {})
+        if not options.fast:  # nothing is left of kernels that are no more
+            compiled = {result.target for result in results}
+            stored = {name: ceiling for name, ceiling in stored.items() if name.split()[0] not in compiled}
+        ceilings[triton.__version__] = stored | fresh
         CEILINGS.write_text(json.dumps(ceilings, indent=1, sort_keys=True) + "\n")
         before, begin, rest = DOCUMENT.read_text().partition(BEGIN)
         if begin:  # of the version that docs show

@@ -15,6 +15,8 @@ class Touched:
 
     def __init__(self) -> None:
         self.read: set[int] = set()
+        self.times = 0
+        """How often, counting what is read twice twice."""
         self.allowed: list[tuple[int, int]] = []
 
     def check(self, addresses: Any, mask: Any, size: int) -> np.ndarray:
@@ -43,7 +45,9 @@ def watched() -> Iterator[Touched]:
     class Watching:
         @staticmethod
         def load(addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
-            touched.read.update(touched.check(addresses, mask, np.dtype(dtype).itemsize).tolist())
+            found = touched.check(addresses, mask, np.dtype(dtype).itemsize)
+            touched.read.update(found.tolist())
+            touched.times += found.size
             return memory.load(addresses, mask, other, dtype)
 
         @staticmethod

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,20 +22,11 @@ from tests.ops.threshold_relative.on_device import OnDevice
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu, implementations, triton
 from tra.ops.threshold_relative.call import Inputs, Options
-from tra.ops.threshold_relative.triton.tiles import HALF, Tile
+from tra.ops.threshold_relative.triton.tiles import FLOAT32, HALF, Tile
 
 ROOT = Path(__file__).parents[3]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into Triton's interpreter")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Fresh memory holds NaN or nonsense, so that an output that is never written shows."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -47,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def use_tile(monkeypatch: pytest.MonkeyPatch, rows: int, keys: int) -> None:
     from tra.ops.threshold_relative.triton import tiles
 
-    monkeypatch.setattr(tiles, "tile", lambda *_: Tile(rows, 4))
+    monkeypatch.setattr(tiles, "choices", lambda *_: (Tile(rows, 4),))
     monkeypatch.setattr(tiles, "keys_per_block", lambda *_: keys)
 
 
@@ -175,6 +165,140 @@ def test_decoding_reads_beyond_the_near_keys_only_where_a_row_needs_it(gate: flo
     assert touched.rows_read(value) == list(range(last, 140))
 
 
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Packing in rounds at small lengths; tells how many rows were in each of those after the first."""
+    from tra.ops.threshold_relative.triton import launch
+
+    use_tile(monkeypatch, rows=16, keys=16)
+    monkeypatch.setattr(launch, "PACKED_FROM", 64)
+    monkeypatch.setattr(launch, "FIRST_ROUND", 16)
+    monkeypatch.setattr(launch, "GROWTH", 2)
+    monkeypatch.setattr(launch, "MOST_ROWS", 16)
+    pack, rows = launch._pack, []
+
+    def counted(*arguments: Any) -> Tensor:
+        order = pack(*arguments)
+        rows.append(int((order >= 0).sum()))
+        return order
+
+    monkeypatch.setattr(launch, "_pack", counted)
+    return rows
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch, packed: list[int]) -> Any:
+    """Run something without packing."""
+    from tra.ops.threshold_relative.triton import launch
+
+    def run_apart(something: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "PACKED_FROM", 2**30)
+            return something()
+
+    return run_apart
+
+
+def uneven(length: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Integer scores, and rows of which most end soon and some never."""
+    query, key, value, gate = (x[:batch] for x in grouped(length, 16, 24, dtype))
+    gate = -torch.empty_like(gate).log_normal_(0.5, 1.5, generator=torch.Generator().manual_seed(6))
+    gate[:, :, ::17] = 0.0
+    return query, key, value, gate
+
+
+PACKED_CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {"tolerance": 1e-3, "score_bound": 12.0}),
+    "float16": (torch.float16, {"tolerance": 1e-3}),
+    "dropout": (torch.float32, {"dropout": 0.3}),
+    "masks": (torch.float32, {"key_mask": LONG_MASK[:1, :100], "segment_ids": (torch.arange(100) > 9).long()[None]}),
+}
+
+
+@pytest.mark.parametrize("case", PACKED_CASES)
+def test_packing_changes_no_bit(packed: list[int], apart: Any, case: str) -> None:
+    dtype, options = PACKED_CASES[case]
+    inputs, grad = uneven(100, dtype=dtype), torch.randn(1, 4, 100, 24)
+    together = gradients(inputs, grad, **options)
+    assert 400 > packed[0] > packed[1] > 0  # rows of the second round and the third
+    assert packed[-1] == 400  # backward's order has every row
+    expected = apart(lambda: gradients(inputs, grad, **options))
+    for name, left, right in zip(("out", "query", "key", "value", "gate"), together, expected, strict=True):
+        if name in ("key", "value"):  # sums over rows follow their order
+            assert_close(left, right, rtol=2 * torch.finfo(dtype).eps, atol=2e-6 * right.abs().max().item())
+        else:
+            assert torch.equal(left, right), name
+
+
+def test_packed_rows_with_numbers_that_are_not_finite(packed: list[int], apart: Any) -> None:
+    query, key, value, gate = uneven(100)
+    value[0, 0, 3] = math.nan  # spoils the rows of one key head that reach so far
+    key[0, 0, 40, 0] = math.inf
+    query[0, 3, 70] = math.nan
+    expected = apart(lambda: run(query, key, value, gate))
+    assert expected.isnan().any(-1).sum() > 10
+    assert_close(run(query, key, value, gate), expected, rtol=0, atol=0, equal_nan=True)
+    assert not expected[0, 3, 71:].isnan().any()
+    assert packed
+
+
+@pytest.mark.usefixtures("packed")
+def test_certificate_holds_for_packed_rows() -> None:
+    query, key, value, gate = uneven(100)
+    value = value.sign()
+    whole = run(query, key, value, gate, tolerance=0.0).double()
+    stopped = run(query, key, value, gate, tolerance=0.05).double()
+    assert not torch.equal(stopped, whole)
+    assert (stopped - whole).abs().max() <= 0.05 + 2e-6
+
+
+@interpreted
+@pytest.mark.usefixtures("packed")
+def test_slow_rows_hold_up_no_others(apart: Any) -> None:
+    """One row in sixteen never ends: apart each tile goes on for it, packed they are a sixteenth as many tiles."""
+    from tests.ops.threshold_relative.sanitizer import watched
+
+    ones = torch.ones(1, 1, 256, 16)
+    gate = torch.full((1, 1, 256), -9.0)
+    gate[:, :, ::16] = 0.0
+
+    def walk() -> int:
+        with watched() as touched:
+            run(ones, ones, ones, gate, score_bound=4.0)
+        return touched.times
+
+    # Of 256 keys a row sees 128 on average; packed, most rows walk 16 beyond their tile.
+    assert walk() < 0.5 * apart(walk)
+
+
+@pytest.mark.usefixtures("packed")
+def test_no_launch_depends_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph replays is what was captured."""
+    from tra.ops.threshold_relative.triton import launch
+
+    query, key, value, gate = uneven(100)
+    seen = []
+    for gates in (gate, gate * 100, torch.zeros_like(gate)):
+        launched: list[Any] = []
+        with monkeypatch.context() as patch:
+            for name in ("forward", "pack_rows", "backward_query", "list_visitors", "backward_key"):
+                patch.setattr(launch.kernels, name, Counting(getattr(launch.kernels, name), launched))
+            gradients((query, key, value, gates), torch.randn(1, 4, 100, 24))
+        seen.append(launched)
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_packing_few_heads_at_a_time_changes_no_bit(packed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import launch
+
+    inputs = uneven(70, batch=2)
+    expected, rounds = run(*inputs), len(packed)
+    monkeypatch.setattr(launch, "SCRATCH", 3 * 4 * 140 * (32 + 4))  # three of four key heads
+    assert torch.equal(run(*inputs), expected)
+    assert len(packed) == 3 * rounds  # once, and then twice as often
+
+
 def test_dropout_removes_the_weights_that_the_reference_removes() -> None:
     query, key, _, gate = grouped(70, 16, 16)
     identity = torch.eye(70).expand(2, 2, 70, 70).contiguous()
@@ -200,6 +324,86 @@ def test_rows_of_a_tile_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int
     # Sums over rows follow the blocks of rows, which for a device are fixed.
     assert_close(grad_key, expected[2])
     assert_close(grad_value, expected[3])
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Tile]:
+    """The tiles that were timed, by a stand-in for the clock to which the one with most stages is the fastest."""
+    from tra.ops.threshold_relative.triton import tiles, tuning
+
+    timed: list[Any] = []
+
+    def clock(attempt: Any) -> float:
+        attempt()
+        choice = attempt.args[-1]
+        timed.append(choice)
+        return 1 / (choice if isinstance(choice, Tile) else choice[0]).stages
+
+    monkeypatch.setattr(tiles, "choices", lambda *_: (Tile(32, 4, 2), Tile(32, 4, 4), Tile(32, 4, 3)))
+    monkeypatch.setattr(tuning, "clock", clock)
+    monkeypatch.setattr(tuning, "may_wait", lambda: True)
+    monkeypatch.setattr(tuning, "fastest", {})
+    return timed
+
+
+def test_the_fastest_tile_is_found_once_for_each_kind_of_call(timed: list[Any]) -> None:
+    from tra.ops.threshold_relative.triton import tuning
+
+    inputs = tuple(x[:1] for x in grouped(40, 16, 16))
+    run(*inputs)
+    assert timed == [Tile(32, 4, 2), Tile(32, 4, 4), Tile(32, 4, 3)]
+    assert list(tuning.fastest.values()) == [Tile(32, 4, 4)]
+    run(*(x[:, :, :35] for x in inputs))  # as long, in powers of two
+    assert len(timed) == 3
+    run(*(x.bfloat16() for x in inputs))
+    assert len(timed) == 6
+    run(*(x[:, :, :20] for x in inputs))
+    assert len(timed) == 9
+    gradients(inputs, torch.randn(1, 4, 40, 16))
+    assert len(timed) == 9 + 3 * 3  # backward has two kernels
+
+
+def test_what_is_chosen_changes_no_bit(timed: list[Any]) -> None:
+    from tra.ops.threshold_relative.triton import tuning
+
+    inputs, grad = tuple(x[:1] for x in grouped(40, 16, 16)), torch.randn(1, 4, 40, 16)
+    chosen = gradients(inputs, grad)
+    assert timed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "may_wait", lambda: False)
+        patch.setattr(tuning, "fastest", {})
+        first = gradients(inputs, grad)
+    assert all(torch.equal(left, right) for left, right in zip(chosen, first, strict=True))
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import tuning
+
+    timed: list[Any] = []
+    capturing = True
+    monkeypatch.setattr(tuning, "fastest", {})
+    monkeypatch.setattr(tuning, "clock", lambda attempt: timed.append(attempt) or 0.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert tuning.choose("a call", ("first", "second"), print) == "first"
+    assert not timed
+    capturing = False  # and what was taken for want of time is not remembered
+    tuning.choose("a call", ("first", "second"), print)
+    assert len(timed) == 2
+    assert tuning.choose("another", ("only",), print) == "only"
+    assert len(timed) == 2
+
+
+def test_tiles_to_choose_from_have_the_same_rows_and_warps() -> None:
+    from tra.ops.threshold_relative.triton import tiles
+
+    for family in tiles.HALF:
+        for kernel in ("forward", "decode", "backward_query", "backward_key"):
+            for dtype in triton.TYPES:
+                for width in (16, 64, 65, 128, 129, 256):
+                    found = tiles.choices(kernel, family, dtype, width, 16)
+                    assert len({(tile.rows, tile.warps) for tile in found}) == 1
+                    assert len({tile.stages for tile in found}) == len(found) <= 3
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -282,6 +486,16 @@ def test_no_key_is_read_beyond_the_blocks_that_rows_reach() -> None:
     assert 269 in forward
     assert min(forward) >= 304 - 5 * 16
     assert set(forward) <= set(backward)
+
+
+@interpreted
+@pytest.mark.usefixtures("packed")
+def test_no_access_of_packed_rows_is_out_of_bounds() -> None:
+    from tests.ops.threshold_relative.sanitizer import watched
+
+    with watched() as touched:
+        gradients(uneven(75), torch.randn(1, 4, 75, 24), key_mask=MASK[:1], segment_ids=SEGMENTS[:1])
+    assert touched.read
 
 
 @interpreted
@@ -413,7 +627,7 @@ def test_auto_takes_it_on_a_gpu_and_the_native_kernel_on_a_cpu() -> None:
 
 def test_without_triton_auto_says_once_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INSTALLED", False)
-    monkeypatch.setattr(triton, "_warned", False)
+    monkeypatch.setattr(implementations, "_said", set())
     monkeypatch.setitem(implementations.IMPLEMENTATIONS, "triton", triton)
     with pytest.warns(UserWarning, match=r"needs Triton: pip install 'threshold-relative-attention\[gpu\]'"):
         assert implementations.choose("auto", on_fake_gpu(), OPTIONS) == "reference"
@@ -433,9 +647,12 @@ def test_cpu_tensors_are_refused_unless_kernels_are_interpreted(monkeypatch: pyt
 
 
 def test_tiles_walk_whole_blocks_of_the_rows_that_are_gathered() -> None:
-    for kernels in HALF.values():
+    from tra.ops.threshold_relative.triton import launch
+
+    for kernels in (FLOAT32, *HALF.values()):
         for walked, gathered in zip(kernels["backward_query"], kernels["backward_key"], strict=True):
-            assert walked.rows % gathered.rows == 0
+            assert walked[0] % gathered[0] == 0
+            assert launch.MOST_ROWS % walked[0] == 0
 
 
 def test_an_implementation_on_another_device_gives_what_it_gives_here() -> None:
@@ -454,6 +671,7 @@ def test_an_implementation_on_another_device_gives_what_it_gives_here() -> None:
 def test_nothing_waits_for_the_device_and_a_graph_replays_it() -> None:
     inputs = [x.cuda().requires_grad_() for x in random_inputs(queries=300, width=64, dtype=torch.float32)]
     expected = run(*inputs)
+    torch.autograd.grad(expected.sum(), inputs)  # the first call of a kind may wait: it times tiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

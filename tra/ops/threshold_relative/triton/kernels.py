@@ -1,8 +1,8 @@
 """The walk over keys as Triton kernels: forward, decoding, and backward in two. docs/gpu.md has a drawing.
 
-A program works on the rows of one key head: query heads that share it follow one another, so row r is query r % Lq of
-the r // Lq-th of them. Key blocks begin at multiples of N, whatever the rows, so that a row's result does not depend on
-the rows beside it. Heads that hold NaN or infinity are left to a second launch that is CAREFUL.
+A program works on rows of one key head: query heads that share it follow one another, so row r is query r % Lq of the
+r // Lq-th of them. Key blocks begin at multiples of N, whatever the rows, so that a row's result does not depend on the
+rows beside it: any may share a tile. Heads that hold NaN or infinity are left to a second launch that is CAREFUL.
 Shapes: M rows and N keys of a tile, D and E the widths of keys and values, padded.
 """
 
@@ -64,6 +64,17 @@ def survives(low, high, key, drop_below):
 
 
 @triton.jit
+def take_rows(order_ptr, place, places, rows):
+    """Rows at these places of an order, and which there are.
+
+    Loaded again after a walk, and not kept in registers meanwhile.
+    """
+    row = tl.load(order_ptr + place, mask=place < places, other=-1)
+    present = (row >= 0) & (row < rows)
+    return tl.where(present, row, 0), present
+
+
+@triton.jit
 def load_rows(
     ptr, head, head_stride, row, row_stride, present, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -100,14 +111,15 @@ def row_reach(decay_ptr, decay_stride, gate, place, present):
 
 @triton.jit
 def visibility(
-    key, position, keys, segment, mask_ptr, segment_ptr, HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr
+    key, position, keys, segment, mask_ptr, segment_ptr, batch, HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr
 ):  # fmt: skip
     """[M, N]: what each row may see before any score is known."""
     visible = key[None, :] <= position[:, None]
     if HAS_MASK:
-        visible = visible & (tl.load(mask_ptr + key, mask=key < keys, other=0) != 0)[None, :]
+        visible = visible & (tl.load(mask_ptr + batch * keys + key, mask=key < keys, other=0) != 0)[None, :]
     if HAS_SEGMENTS:
-        visible = visible & (tl.load(segment_ptr + key, mask=key < keys, other=0)[None, :] == segment[:, None])
+        other = tl.load(segment_ptr + batch * keys + key, mask=key < keys, other=0)
+        visible = visible & (other[None, :] == segment[:, None])
     return visible
 
 
@@ -137,42 +149,62 @@ def later_keys(N: tl.constexpr):
 
 
 @triton.jit
+def goes_on(count, reach, first_key, block, N: tl.constexpr):
+    """Which rows need the block or one before it."""
+    return (count < reach) & (first_key < (block + 1) * N)
+
+
+@triton.jit
 def rows_left(count, reach, first_key, block, N: tl.constexpr):
-    """How many rows need the block or one before it."""
-    return tl.sum(((count < reach) & (first_key < (block + 1) * N)).to(tl.int32), 0)
+    return tl.sum(goes_on(count, reach, first_key, block, N).to(tl.int32), 0)
+
+
+@triton.jit
+def meet_keys(
+    block, q, gate, count, reach, position, segment, later, k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys,
+    scale, threshold,
+    N: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """A block of keys, and what rows think of it. Careful means: among numbers that are not finite."""
+    key = block * N + tl.arange(0, N)
+    k = load_keys(k_ptr, block * N, k_stride, keys, N, WIDTH, D)
+    visible = visibility(key, position, keys, segment, mask_ptr, segment_ptr, batch, HAS_MASK, HAS_SEGMENTS)
+    if CAREFUL:
+        visible = visible & (tl.min(is_finite(k).to(tl.int32), 1) != 0)[None, :]
+    keep, used, distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
+    return key, k, keep, used, distance, logit
 
 
 @triton.jit
 def walk_forward(
     total, largest, weights, count, block, until, q, gate, reach, position, first_key, segment, low, high,
-    k_ptr, v_ptr, mask_ptr, segment_ptr, k_stride, v_stride, keys, scale, threshold, drop_below,
+    k_ptr, v_ptr, mask_ptr, segment_ptr, k_stride, v_stride, batch, keys, scale, threshold, drop_below,
     N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """From `block` down to `until`, or until no row is left. Careful means: among numbers that are not finite."""
+    """From `block` down to `until`, or until no row is left."""
     later = later_keys(N)
     left = rows_left(count, reach, first_key, block, N)
     while (block >= until) & (left > 0):
         steps = tl.minimum(block - until + 1, AT_ONCE)
         for step in tl.range(0, steps):
-            start = (block - step) * N
-            key = start + tl.arange(0, N)
-            k = load_keys(k_ptr, start, k_stride, keys, N, WIDTH, D)
-            v = load_keys(v_ptr, start, v_stride, keys, N, VALUE_WIDTH, E)
-            visible = visibility(key, position, keys, segment, mask_ptr, segment_ptr, HAS_MASK, HAS_SEGMENTS)
-            if CAREFUL:
-                visible = visible & (tl.min(is_finite(k).to(tl.int32), 1) != 0)[None, :]
-            keep, used, _distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
-            if CAREFUL:
-                good = is_finite(v)
-                logit = tl.where((tl.min(good.to(tl.int32), 1) != 0)[None, :], logit, float("nan"))
-                v = tl.where(good, v, 0.0)
+            key, _k, keep, used, _distance, logit = meet_keys(
+                block - step, q, gate, count, reach, position, segment, later,
+                k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, scale, threshold,
+                N, WIDTH, D, HAS_MASK, HAS_SEGMENTS, CAREFUL,
+            )  # fmt: skip
             logit = tl.where(used, logit, -INFINITY)
             count += tl.sum(keep.to(tl.float32), 1)
             larger = tl.maximum(largest, tl.max(logit, 1))
             shrink = tl.exp(largest - larger)
             largest = larger
             weight = tl.exp(logit - largest[:, None])
+            v = load_keys(v_ptr, (block - step) * N, v_stride, keys, N, VALUE_WIDTH, E)  # not before it is needed
+            if CAREFUL:
+                good = is_finite(v)
+                weight = tl.where(used & (tl.min(good.to(tl.int32), 1) == 0)[None, :], float("nan"), weight)
+                v = tl.where(good, v, 0.0)
             weights = weights * shrink + tl.sum(weight, 1)
             if DROPOUT:
                 weight = tl.where(survives(low, high, key, drop_below), weight, 0.0)
@@ -184,19 +216,23 @@ def walk_forward(
 
 @triton.jit
 def meet_rows(
-    unit, row, present, position, q_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
-    q_batch, q_head, q_row, decay_stride, key_heads, group, queries, keys,
+    unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, decay_stride, key_heads, group, queries, keys,
     WIDTH: tl.constexpr, D: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """What forward knows of rows before it walks. One that is not finite reaches no key."""
+    """What forward knows of rows before it walks, and where their keys and values are.
+
+    A row that is not finite reaches no key.
+    """
     batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
+    position = row % queries + keys - queries
     place = unit.to(tl.int64) * group * queries + row
     q_ptr += batch * q_batch + key_head * group * q_head
     q = load_rows(q_ptr, row // queries, q_head, row % queries, q_row, present, WIDTH, D)
     gate = tl.load(gate_ptr + place, mask=present, other=0.0)
     good = (tl.min(is_finite(q).to(tl.int32), 1) != 0) & is_finite(gate)
     reach = tl.where(present & good, row_reach(decay_ptr, decay_stride, gate, place, present), 0.0)
-    first_key, segment = tl.zeros_like(position), tl.zeros_like(position).to(tl.int64)
+    first_key, segment = tl.zeros_like(position), tl.zeros_like(position)
     if HAS_MASK or HAS_SEGMENTS:
         first_key = tl.load(first_ptr + batch * keys + position, mask=present, other=keys)
     if HAS_SEGMENTS:
@@ -204,116 +240,152 @@ def meet_rows(
     low, high = row.to(tl.uint32), row.to(tl.uint32)
     if DROPOUT:
         low, high = dropout_words(seed_ptr, place)
-    return q, tl.where(good, gate, 0.0), good, reach, first_key, segment, low, high
+    k_ptr += batch * k_batch + key_head * k_head
+    v_ptr += batch * v_batch + key_head * v_head
+    gate = tl.where(good, gate, 0.0)
+    return batch, position, q, gate, good, reach, first_key, segment, low, high, k_ptr, v_ptr
+
+
+@triton.jit
+def nothing_yet(M: tl.constexpr, E: tl.constexpr):
+    total, count = tl.zeros([M, E], tl.float32), tl.zeros([M], tl.float32)
+    return total, tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32), count
 
 
 @triton.jit
 def finish_rows(
-    out_ptr, state_ptr, unit, row, present, good, total, largest, weights, group, queries, drop_scale,
+    out_ptr, state_ptr, unit, row, present, good, total, largest, weights, lap, group, queries, drop_scale,
     VALUE_WIDTH: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Store the output of rows and what backward needs of them."""
+    """Store the output of rows and what backward needs of them: the logarithm of the sum of weights, and the round."""
     before = unit.to(tl.int64) * group * queries
     weights = tl.where(good, weights, float("nan"))
     inverse = tl.where(weights == 0.0, 0.0, drop_scale / weights)
     store_rows(out_ptr + before * VALUE_WIDTH, row, present, total * inverse[:, None], VALUE_WIDTH, E)
     state_ptr += 2 * before
-    tl.store(state_ptr + 2 * row, largest, mask=present)
-    tl.store(state_ptr + 2 * row + 1, weights, mask=present)
+    tl.store(state_ptr + 2 * row, largest + tl.log(tl.where(weights == 0.0, 1.0, weights)), mask=present)
+    tl.store(state_ptr + 2 * row + 1, tl.zeros_like(weights) + lap, mask=present)
 
 
 @triton.jit
-def save_part(part_ptr, part, rows, total, largest, weights, count, M: tl.constexpr, E: tl.constexpr):
-    """Rows that stopped on the way: what they have so far."""
-    row, column = tl.arange(0, M), tl.arange(0, E)
-    present = row < rows
-    part_ptr += part.to(tl.int64) * rows * (E + 3)
+def save_part(part_ptr, part, rows, row, present, total, largest, weights, count, block, E: tl.constexpr):
+    """Rows that stopped on the way: what they have so far, and from which block they would go on."""
+    column = tl.arange(0, E)
+    part_ptr += part.to(tl.int64) * rows * (E + 4)
     tl.store(part_ptr + row, largest, mask=present)
     tl.store(part_ptr + rows + row, weights, mask=present)
     tl.store(part_ptr + 2 * rows + row, count, mask=present)
-    tl.store(part_ptr + 3 * rows + row[:, None] * E + column[None, :], total, mask=present[:, None])
+    tl.store(part_ptr + 3 * rows + row, tl.zeros_like(count) + block, mask=present)
+    total_ptr = part_ptr + 4 * rows + row.to(tl.int64)[:, None] * E + column[None, :]
+    tl.store(total_ptr, total, mask=present[:, None])
 
 
 @triton.jit
-def load_part(part_ptr, part, rows, M: tl.constexpr, E: tl.constexpr):
-    row, column = tl.arange(0, M), tl.arange(0, E)
-    present = row < rows
-    part_ptr += part.to(tl.int64) * rows * (E + 3)
+def load_count(part_ptr, part, rows, row, present, E: tl.constexpr):
+    return tl.load(part_ptr + part.to(tl.int64) * rows * (E + 4) + 2 * rows + row, mask=present, other=0.0)
+
+
+@triton.jit
+def load_part(part_ptr, part, rows, row, present, E: tl.constexpr):
+    column = tl.arange(0, E)
+    count = load_count(part_ptr, part, rows, row, present, E)
+    part_ptr += part.to(tl.int64) * rows * (E + 4)
     largest = tl.load(part_ptr + row, mask=present, other=0.0)
     weights = tl.load(part_ptr + rows + row, mask=present, other=0.0)
-    count = tl.load(part_ptr + 2 * rows + row, mask=present, other=0.0)
-    total = tl.load(part_ptr + 3 * rows + row[:, None] * E + column[None, :], mask=present[:, None], other=0.0)
-    return total, largest, weights, count
+    block = tl.load(part_ptr + 3 * rows + row, mask=present, other=0.0).to(tl.int32)
+    total_ptr = part_ptr + 4 * rows + row.to(tl.int64)[:, None] * E + column[None, :]
+    return tl.load(total_ptr, mask=present[:, None], other=0.0), largest, weights, count, block
 
 
-@triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
+@triton.jit(do_not_specialize=["drop_below", "first_unit", "lap", "near"])  # numbers, even where they are 1
 def forward(
-    q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, out_ptr, state_ptr, part_ptr, left_ptr,
+    q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, out_ptr, state_ptr, part_ptr, left_ptr, order_ptr,
     mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride, near, parts,
-    key_heads, group, queries, keys, scale, threshold, drop_below, drop_scale,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride,
+    order_stride, first_unit, lap, near, parts, key_heads, group, queries, keys,
+    scale, threshold, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
-    DECODES: tl.constexpr,
+    DECODES: tl.constexpr, PACKS: tl.constexpr, RESUMES: tl.constexpr,
 ):  # fmt: skip
-    """Output and (largest logit, sum of weights) of M rows.
+    """Output and state of M rows.
 
     One that decodes, M rows of a key head being all there are, walks `near` blocks only, and leaves behind how many
-    rows need more than these.
+    rows need more than these. One that packs does so too, and leaves the rows that need more to another lap, to
+    which they come together by an order: far keys are before all of them, so any may share a tile.
     """
-    unit = tl.program_id(1)
-    if not DECODES:  # noqa: SIM102
+    unit = tl.program_id(1) + first_unit
+    if dirty_ptr is not None:  # noqa: SIM102
         if (tl.load(dirty_ptr + unit) != 0) != CAREFUL:
             return
     # The last rows have most to do: first, so that no long program is left over at the end.
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
-    present = row < group * queries
-    position = row % queries + keys - queries
-    q, gate, good, reach, first_key, segment, low, high = meet_rows(
-        unit, row, present, position, q_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
-        q_batch, q_head, q_row, decay_stride, key_heads, group, queries, keys,
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    places, rows = tl.num_programs(0) * M, group * queries
+    order_ptr += tl.program_id(1).to(tl.int64) * order_stride
+    row, present = take_rows(order_ptr, tile * M + tl.arange(0, M), places, rows)
+    if tl.max(present.to(tl.int32), 0) == 0:
+        return
+    batch, position, q, gate, good, reach, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
+        unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
+        q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, decay_stride, key_heads, group, queries, keys,
         WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
     )  # fmt: skip
-    batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
-    k_ptr += batch * k_batch + key_head * k_head
-    v_ptr += batch * v_batch + key_head * v_head
-    if HAS_MASK:
-        mask_ptr += batch * keys
-    if HAS_SEGMENTS:
-        segment_ptr += batch * keys
-    total, count = tl.zeros([M, E], tl.float32), tl.zeros([M], tl.float32)
-    largest, weights = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
     first = tl.min(first_key, 0) // N
-    block = tl.max(tl.where(present, position, 0), 0) // N
-    until = first
-    if DECODES:
-        until = tl.maximum(first, block + 1 - near)
+    if not RESUMES:
+        total, largest, weights, count = nothing_yet(M, E)
+        block = tl.max(tl.where(present, position, 0), 0) // N
+        until = first
+        if DECODES or PACKS:
+            until = tl.maximum(first, block + 1 - near)
+    else:
+        total, largest, weights, count, its_block = load_part(part_ptr, tl.program_id(1), rows, row, present, E)
+        # The keys that a row met in earlier rounds it sees no more.
+        position = tl.minimum(position, (its_block + 1) * N - 1)
+        block = tl.max(tl.where(present, its_block, 0), 0)
+        until = tl.maximum(first, tl.min(tl.where(present, its_block, block), 0) + 1 - near)
     total, largest, weights, count, block = walk_forward(
         total, largest, weights, count, block, until,
         q, gate, reach, position, first_key, segment, low, high,
-        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
+        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, batch, keys, scale, threshold, drop_below,
         N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL,
     )  # fmt: skip
+    row, present = take_rows(order_ptr, tile * M + tl.arange(0, M), places, rows)
+    finished = present
     if DECODES:
-        left = rows_left(count, reach, first_key, block, N)
-        tl.store(left_ptr + unit, tl.where(block >= first, left, 0))
-        save_part(part_ptr, unit * parts, group * queries, total, largest, weights, count, M, E)
+        tl.store(left_ptr + unit, rows_left(count, reach, first_key, block, N))
+        save_part(part_ptr, unit * parts, rows, row, present, total, largest, weights, count, block, E)
+    if PACKS:
+        going = goes_on(count, reach, first_key, block, N)
+        finished = present & (going == 0)
+        save_part(part_ptr, tl.program_id(1), rows, row, going, total, largest, weights, count, block, E)
+        its_round_ptr = state_ptr + 2 * (unit.to(tl.int64) * rows + row) + 1
+        tl.store(its_round_ptr, tl.zeros_like(weights) + (lap + 1), mask=going)
     finish_rows(
-        out_ptr,
-        state_ptr,
-        unit,
-        row,
-        present,
-        good,
-        total,
-        largest,
-        weights,
-        group,
-        queries,
-        drop_scale,
-        VALUE_WIDTH,
-        E,
-    )
+        out_ptr, state_ptr, unit, row, finished, good, total, largest, weights, lap, group, queries, drop_scale,
+        VALUE_WIDTH, E,
+    )  # fmt: skip
+
+
+@triton.jit
+def pack_rows(
+    rank_ptr, order_ptr, group, queries, places, CLASSES: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """From the number of rows of each class up to each slot, which rows stand at which place: those of a class together
+    and in their order, each class from a multiple of M on.
+
+    Slots have the heads of a query side by side, so that a tile spans few queries.
+    """
+    unit, rows = tl.program_id(1).to(tl.int64), group * queries
+    slot = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    there = slot < rows
+    rank_ptr += unit * CLASSES * rows
+    order_ptr += unit * places
+    for _ in tl.static_range(CLASSES):
+        rank = tl.load(rank_ptr + slot, mask=there, other=0)
+        before = tl.load(rank_ptr + slot - 1, mask=there & (slot > 0), other=0)
+        tl.store(order_ptr + rank - 1, slot % group * queries + slot // group, mask=there & (rank > before))
+        order_ptr += tl.cdiv(tl.load(rank_ptr + rows - 1), M) * M
+        rank_ptr += rows
 
 
 @triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
@@ -322,109 +394,82 @@ def decode_part(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride, near, blocks,
     key_heads, group, queries, keys, scale, threshold, drop_below,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of the keys beyond the near ones, as if nothing had been counted before it."""
+    """A stretch of the keys beyond the near ones, as if nothing had been counted before it.
+
+    Where in it a row ends depends on what was counted before: known when all parts were walked once, and those in which
+    rows end are then walked again for these.
+    """
     unit, part = tl.program_id(1), tl.program_id(0)
     if tl.load(left_ptr + unit) == 0:
         return
     row = tl.arange(0, M)
     present = row < group * queries
-    position = row % queries + keys - queries
-    q, gate, _good, reach, first_key, segment, low, high = meet_rows(
-        unit, row, present, position, q_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
-        q_batch, q_head, q_row, decay_stride, key_heads, group, queries, keys,
+    batch, position, q, gate, _good, reach, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
+        unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
+        q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, decay_stride, key_heads, group, queries, keys,
         WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
     )  # fmt: skip
-    batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
-    k_ptr += batch * k_batch + key_head * k_head
-    v_ptr += batch * v_batch + key_head * v_head
-    if HAS_MASK:
-        mask_ptr += batch * keys
-    if HAS_SEGMENTS:
-        segment_ptr += batch * keys
-    total, count = tl.zeros([M, E], tl.float32), tl.zeros([M], tl.float32)
-    largest, weights = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    slot, rows = unit * (tl.num_programs(0) + 1) + part + 1, group * queries
+    if ENDS:
+        before = tl.zeros([M], tl.float32)
+        for earlier in tl.range(0, part + 1):
+            before += load_count(part_ptr, slot - 1 - earlier, rows, row, present, E)
+        whole = load_count(part_ptr, slot, rows, row, present, E)
+        present = present & (before < reach) & (before + whole > reach)
+        if tl.max(present.to(tl.int32), 0) == 0:
+            return
+        reach = tl.where(present, reach - before, 0.0)
+    total, largest, weights, count = nothing_yet(M, E)
     block = (keys - 1) // N - near - part * blocks
     until = tl.maximum(tl.min(first_key, 0) // N, block + 1 - blocks)
     total, largest, weights, count, block = walk_forward(
         total, largest, weights, count, block, until,
         q, gate, reach, position, first_key, segment, low, high,
-        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
+        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, batch, keys, scale, threshold, drop_below,
         N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True,
     )  # fmt: skip
-    slot = unit * (tl.num_programs(0) + 1) + part + 1
-    save_part(part_ptr, slot, group * queries, total, largest, weights, count, M, E)
+    if ENDS:  # other programs read it
+        count = whole
+    save_part(part_ptr, slot, rows, row, present, total, largest, weights, count, block, E)
 
 
-@triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
+@triton.jit
 def join_parts(
     q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, out_ptr, state_ptr, part_ptr, left_ptr,
-    mask_ptr, segment_ptr, first_ptr, seed_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, decay_stride, near, blocks, parts,
-    key_heads, group, queries, keys, scale, threshold, drop_below, drop_scale,
-    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+    segment_ptr, first_ptr, seed_ptr, q_batch, q_head, q_row, decay_stride, parts,
+    key_heads, group, queries, keys, drop_scale,
+    M: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The near keys and all parts as one row: those of a part weigh exp(g * what was counted before it) times as much.
-
-    Only the part in which a row ends is walked again, because where in it depends on that count.
-    """
-    unit = tl.program_id(0)
+    """The near keys and all parts as one row: a part's weigh exp(g * what was counted before it) times as much."""
+    unit, rows = tl.program_id(0), group * queries
     if tl.load(left_ptr + unit) == 0:
         return
     row = tl.arange(0, M)
     present = row < group * queries
-    position = row % queries + keys - queries
-    q, gate, good, reach, first_key, segment, low, high = meet_rows(
-        unit, row, present, position, q_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
-        q_batch, q_head, q_row, decay_stride, key_heads, group, queries, keys,
-        WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
+    _batch, _position, _q, gate, good, reach, _first, _segment, _low, _high, k_ptr, v_ptr = meet_rows(
+        unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, decay_ptr, segment_ptr, first_ptr, seed_ptr,
+        q_batch, q_head, q_row, 0, 0, 0, 0, decay_stride, key_heads, group, queries, keys,
+        WIDTH, D, False, False, False,
     )  # fmt: skip
-    batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
-    k_ptr += batch * k_batch + key_head * k_head
-    v_ptr += batch * v_batch + key_head * v_head
-    if HAS_MASK:
-        mask_ptr += batch * keys
-    if HAS_SEGMENTS:
-        segment_ptr += batch * keys
-    total, largest, weights, count = load_part(part_ptr, unit * parts, group * queries, M, E)
-    first = tl.min(first_key, 0) // N
+    total, largest, weights, count, _block = load_part(part_ptr, unit * parts, rows, row, present, E)
     for part in tl.range(1, parts):
-        its_total, its_largest, its_weights, its_count = load_part(part_ptr, unit * parts + part, group * queries, M, E)
-        whole = (count + its_count <= reach) & (its_count > 0.0)
-        ends = (count < reach) & (count + its_count > reach)
-        its_largest = tl.where(whole, its_largest + gate * count, LOWEST)
+        its_total, its_largest, its_weights, its_count, _block = load_part(
+            part_ptr, unit * parts + part, rows, row, present, E
+        )
+        there = (count < reach) & (its_count > 0.0)
+        its_largest = tl.where(there, its_largest + gate * count, LOWEST)
         larger = tl.maximum(largest, its_largest)
         shrink, grow = tl.exp(largest - larger), tl.exp(its_largest - larger)
-        total = total * shrink[:, None] + tl.where(whole[:, None], its_total * grow[:, None], 0.0)
-        weights = weights * shrink + tl.where(whole, its_weights * grow, 0.0)
+        total = total * shrink[:, None] + tl.where(there[:, None], its_total * grow[:, None], 0.0)
+        weights = weights * shrink + tl.where(there, its_weights * grow, 0.0)
         largest = larger
-        block = (keys - 1) // N - near - (part - 1) * blocks
-        until = tl.maximum(first, block + 1 - blocks)
-        total, largest, weights, _count, block = walk_forward(
-            total, largest, weights, count, block, until,
-            q, gate, tl.where(ends, reach, 0.0), position, first_key, segment, low, high,
-            k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, keys, scale, threshold, drop_below,
-            N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True,
-        )  # fmt: skip
         count += its_count
     finish_rows(
-        out_ptr,
-        state_ptr,
-        unit,
-        row,
-        present,
-        good,
-        total,
-        largest,
-        weights,
-        group,
-        queries,
-        drop_scale,
-        VALUE_WIDTH,
-        E,
-    )
+        out_ptr, state_ptr, unit, row, present, good, total, largest, weights, 0, group, queries, drop_scale,
+        VALUE_WIDTH, E,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -433,7 +478,7 @@ def look_at_rows(
     rows, key_heads, group, queries,
     M: tl.constexpr, VALUE_WIDTH: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """What backward knows of a row beforehand: the logarithm of its sum of weights, delta = do . out, and its reach.
+    """What backward knows of a row beforehand: the logarithm of its sum of weights, delta = do . out, its reach.
 
     A row that is not finite, or whose gradient is not, reaches no key and is marked by a delta of NaN.
     """
@@ -446,11 +491,9 @@ def look_at_rows(
     do = load_rows(do_ptr, row // queries, do_head, row % queries, do_row, present, VALUE_WIDTH, E).to(tl.float32)
     out = load_rows(out_ptr, place, VALUE_WIDTH, row, 0, present, VALUE_WIDTH, E).to(tl.float32)
     gate = tl.load(gate_ptr + place, mask=present, other=0.0)
-    largest = tl.load(state_ptr + 2 * place, mask=present, other=0.0)
-    weights = tl.load(state_ptr + 2 * place + 1, mask=present, other=0.0)
+    size = tl.load(state_ptr + 2 * place, mask=present, other=0.0)
     delta = tl.sum(do * out, 1)
-    good = is_finite(largest) & is_finite(weights) & is_finite(delta) & (tl.min(is_finite(do).to(tl.int32), 1) != 0)
-    size = largest + tl.log(tl.where(weights > 0.0, weights, 1.0))
+    good = is_finite(size) & is_finite(delta) & (tl.min(is_finite(do).to(tl.int32), 1) != 0)
     reach = row_reach(decay_ptr, decay_stride, gate, place, present)
     tl.store(rows_ptr + place, tl.where(good, size, 0.0), mask=present)
     tl.store(rows_ptr + rows + place, tl.where(good, delta, float("nan")), mask=present)
@@ -460,7 +503,7 @@ def look_at_rows(
 @triton.jit
 def walk_backward(
     dq, dg, count, block, until, q, do, gate, reach, size, delta, position, first_key, segment, low, high,
-    counts_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_stride, v_stride, counts_stride, keys,
+    counts_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_stride, v_stride, counts_stride, batch, keys,
     scale, threshold, drop_below, drop_scale,
     N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
@@ -472,18 +515,16 @@ def walk_backward(
     while (block >= until) & (left > 0):
         steps = tl.minimum(block - until + 1, AT_ONCE)
         for step in tl.range(0, steps):
-            start = (block - step) * N
-            key = start + tl.arange(0, N)
-            k = load_keys(k_ptr, start, k_stride, keys, N, WIDTH, D)
-            v = load_keys(v_ptr, start, v_stride, keys, N, VALUE_WIDTH, E)
-            visible = visibility(key, position, keys, segment, mask_ptr, segment_ptr, HAS_MASK, HAS_SEGMENTS)
-            if CAREFUL:
-                visible = visible & (tl.min(is_finite(k).to(tl.int32), 1) != 0)[None, :]
-            keep, used, distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
+            key, k, keep, used, distance, logit = meet_keys(
+                block - step, q, gate, count, reach, position, segment, later,
+                k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, scale, threshold,
+                N, WIDTH, D, HAS_MASK, HAS_SEGMENTS, CAREFUL,
+            )  # fmt: skip
             if CAREFUL:
                 k = tl.where(is_finite(k), k, 0.0)
             tl.store(counts_ptr + (block - step).to(tl.int64) * counts_stride, count.to(tl.int32))
             count += tl.sum(keep.to(tl.float32), 1)
+            v = load_keys(v_ptr, (block - step) * N, v_stride, keys, N, VALUE_WIDTH, E)
             dp = product(do, tl.trans(v), tl.zeros([M, N], tl.float32))
             if DROPOUT:
                 dp = tl.where(survives(low, high, key, drop_below), dp * drop_scale, 0.0)
@@ -498,9 +539,9 @@ def walk_backward(
 @triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
 def backward_query(
     q_ptr, k_ptr, v_ptr, gate_ptr, do_ptr, rows_ptr, dq_ptr, dg_ptr, range_ptr, counts_ptr,
-    mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
+    order_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    do_batch, do_head, do_row, first_unit, first_row, rows, key_heads, group, queries, keys,
+    do_batch, do_head, do_row, order_stride, first_unit, first_place, places, rows, key_heads, group, queries, keys,
     scale, threshold, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
@@ -514,8 +555,8 @@ def backward_query(
     before = unit.to(tl.int64) * group * queries
     chunk = tl.num_programs(0) * M
     row_block = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = first_row + row_block * M + tl.arange(0, M)
-    present = row < group * queries
+    order_ptr += unit.to(tl.int64) * order_stride
+    row, present = take_rows(order_ptr, first_place + row_block * M + tl.arange(0, M), places, group * queries)
     position = row % queries + keys - queries
     q_ptr += batch * q_batch + key_head * group * q_head
     q = load_rows(q_ptr, row // queries, q_head, row % queries, q_row, present, WIDTH, D)
@@ -528,14 +569,11 @@ def backward_query(
 
     k_ptr += batch * k_batch + key_head * k_head
     v_ptr += batch * v_batch + key_head * v_head
-    first_key, segment = tl.zeros([M], tl.int32), tl.zeros([M], tl.int64)
+    first_key, segment = tl.zeros([M], tl.int32), tl.zeros([M], tl.int32)
     if HAS_MASK or HAS_SEGMENTS:
         first_key = tl.load(first_ptr + batch * keys + position, mask=present, other=keys)
-    if HAS_MASK:
-        mask_ptr += batch * keys
     if HAS_SEGMENTS:
-        segment_ptr += batch * keys
-        segment = tl.load(segment_ptr + position, mask=present, other=0)
+        segment = tl.load(segment_ptr + batch * keys + position, mask=present, other=0)
     low, high = row.to(tl.uint32), row.to(tl.uint32)
     if DROPOUT:
         low, high = dropout_words(seed_ptr, before + row)
@@ -550,11 +588,12 @@ def backward_query(
     dq, dg, count, block = walk_backward(
         dq, dg, count, block, until,
         q, do, gate, reach, size, delta, position, first_key, segment, low, high,
-        counts_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, chunk, keys,
+        counts_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, chunk, batch, keys,
         scale, threshold, drop_below, drop_scale,
         N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL,
     )  # fmt: skip
     tl.store(range_ptr + 1, block)
+    row, present = take_rows(order_ptr, first_place + row_block * M + tl.arange(0, M), places, group * queries)
     good = delta == delta
     store_rows(dq_ptr + before * WIDTH, row, present, tl.where(good[:, None], dq * scale, float("nan")), WIDTH, D)
     tl.store(dg_ptr + before + row, tl.where(good, dg, float("nan")), mask=present)
@@ -584,9 +623,9 @@ def list_visitors(
 
 @triton.jit
 def gather_rows(
-    dk, dv, k, v, readable, key, visitors_ptr, q_ptr, gate_ptr, do_ptr, rows_ptr, counts_ptr, seed_ptr,
-    mask_ptr, segment_ptr, before, first_row, rows, q_head, q_row, do_head, do_row, group, queries, keys,
-    scale, threshold, drop_below, drop_scale,
+    dk, dv, k, v, readable, key, visitors_ptr, q_ptr, gate_ptr, do_ptr, rows_ptr, counts_ptr, order_ptr, seed_ptr,
+    mask_ptr, segment_ptr, batch, before, first_place, places, rows, q_head, q_row, do_head, do_row,
+    group, queries, keys, scale, threshold, drop_below, drop_scale,
     M: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
@@ -596,8 +635,7 @@ def gather_rows(
     visitors = tl.load(visitors_ptr)
     for number in tl.range(0, visitors):
         in_chunk = tl.load(visitors_ptr + 1 + number) * M + tl.arange(0, M)
-        row = first_row + in_chunk
-        present = row < group * queries
+        row, present = take_rows(order_ptr, first_place + in_chunk, places, group * queries)
         position = row % queries + keys - queries
         q = load_rows(q_ptr, row // queries, q_head, row % queries, q_row, present, WIDTH, D)
         do = load_rows(do_ptr, row // queries, do_head, row % queries, do_row, present, VALUE_WIDTH, E)
@@ -606,14 +644,14 @@ def gather_rows(
         delta = tl.load(rows_ptr + rows + row, mask=present, other=0.0)
         reach = tl.load(rows_ptr + 2 * rows + row, mask=present, other=0.0)
         count = tl.load(counts_ptr + in_chunk).to(tl.float32)
-        segment = tl.zeros([M], tl.int64)
+        segment = tl.zeros([M], tl.int32)
         if HAS_SEGMENTS:
-            segment = tl.load(segment_ptr + position, mask=present, other=0)
+            segment = tl.load(segment_ptr + batch * keys + position, mask=present, other=0)
         low, high = row.to(tl.uint32), row.to(tl.uint32)
         if DROPOUT:
             low, high = dropout_words(seed_ptr, before + row)
         visible = readable[None, :] & visibility(
-            key, position, keys, segment, mask_ptr, segment_ptr, HAS_MASK, HAS_SEGMENTS
+            key, position, keys, segment, mask_ptr, segment_ptr, batch, HAS_MASK, HAS_SEGMENTS
         )
         _keep, used, _distance, logit = judge(q, k, gate, count, reach, visible, later, scale, threshold)
         if CAREFUL:
@@ -635,9 +673,10 @@ def gather_rows(
 @triton.jit(do_not_specialize=["drop_below"])  # a number, even where it is 1
 def backward_key(
     q_ptr, k_ptr, v_ptr, gate_ptr, do_ptr, rows_ptr, dk_ptr, dv_ptr, visitors_ptr, counts_ptr,
-    mask_ptr, segment_ptr, seed_ptr, dirty_ptr,
+    order_ptr, mask_ptr, segment_ptr, seed_ptr, dirty_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    do_batch, do_head, do_row, first_unit, first_row, row_blocks, rows, key_heads, group, queries, keys,
+    do_batch, do_head, do_row, order_stride, first_unit, first_place, places, row_blocks, rows,
+    key_heads, group, queries, keys,
     scale, threshold, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
@@ -662,16 +701,12 @@ def backward_key(
     rows_ptr += before
     visitors_ptr += entry * (row_blocks + 1)
     counts_ptr += entry * row_blocks * M
-    if HAS_MASK:
-        mask_ptr += batch * keys
-    if HAS_SEGMENTS:
-        segment_ptr += batch * keys
-
+    order_ptr += unit.to(tl.int64) * order_stride
     dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, E], tl.float32)
     dk, dv = gather_rows(
-        dk, dv, k, v, readable, key, visitors_ptr, q_ptr, gate_ptr, do_ptr, rows_ptr, counts_ptr, seed_ptr,
-        mask_ptr, segment_ptr, before, first_row, rows, q_head, q_row, do_head, do_row, group, queries, keys,
-        scale, threshold, drop_below, drop_scale,
+        dk, dv, k, v, readable, key, visitors_ptr, q_ptr, gate_ptr, do_ptr, rows_ptr, counts_ptr, order_ptr, seed_ptr,
+        mask_ptr, segment_ptr, batch, before, first_place, places, rows, q_head, q_row, do_head, do_row,
+        group, queries, keys, scale, threshold, drop_below, drop_scale,
         M, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL,
     )  # fmt: skip
     dk *= scale

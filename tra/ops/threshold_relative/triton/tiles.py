@@ -1,7 +1,8 @@
-"""How much a program of each kernel works on at a time, chosen by compiling ahead of time (`make gpu-check`).
+"""How much a program of each kernel works on at a time: tiles that compile without spills (`make gpu-check`).
 
-The sums of a row follow key blocks, whose size is therefore the same in all kernels; the rows of a tile, its warps and
-its stages change no output, and no gradient of queries and gates.
+The sums of a row follow key blocks, whose size is therefore the same in all kernels. Rows and warps of a tile are fixed
+for a kind of processor, because the gradients of keys and values are summed in their order; what `tuning` may choose
+among changes no bit.
 """
 
 from typing import NamedTuple
@@ -33,41 +34,67 @@ def keys_per_block(family: str, dtype: torch.dtype, width: int, value_width: int
     """Of every kernel that a call launches."""
     if family == "interpreter":
         return 64
-    return 16 if dtype == torch.float32 or padded(max(width, value_width)) > 128 else 32
+    # The product instruction of a warp has all of its operands in registers.
+    narrow = dtype == torch.float32 or family == "warp" or padded(max(width, value_width)) > 128
+    return 16 if narrow else 32
 
 
-def tile(kernel: str, family: str, dtype: torch.dtype, width: int, value_width: int) -> Tile:
+def choices(kernel: str, family: str, dtype: torch.dtype, width: int, value_width: int) -> tuple[Tile, ...]:
+    """Tiles of "forward", "decode" (its three kernels), "backward_query" or "backward_key", the default first."""
     if family == "interpreter":
-        return Tile(64, 4)
-    if dtype == torch.float32:
-        return FLOAT32[kernel]
+        return (Tile(64, 4),)
     widest = padded(max(width, value_width))
-    return HALF[family][kernel][0 if widest <= 64 else 1 if widest <= 128 else 2]
+    by_width = (FLOAT32 if dtype == torch.float32 else HALF[family])[kernel]
+    rows, warps, *stages = by_width[0 if widest <= 64 else 1 if widest <= 128 else 2]
+    return tuple(Tile(rows, warps, number) for number in stages)
 
 
-FLOAT32 = {"forward": Tile(32, 8), "backward_query": Tile(32, 8), "backward_key": Tile(16, 8)}
+def launch_options(family: str, tile: Tile) -> dict[str, int]:
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if family in ("warp", "hopper", "blackwell"):
+        # Left to itself the assembler spills where that lets one more program share the registers.
+        options["maxnreg"] = MOST_REGISTERS
+    return options
+
+
+MOST_REGISTERS = 255
+"""That a thread can have."""
+
+Tiles = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+"""By kernel, for widths up to 64, 128 and 256: rows, warps, and numbers of stages to choose from."""
+
+FLOAT32: Tiles = {
+    "forward": ((32, 8, 2), (32, 8, 2), (32, 8, 2)),
+    "decode": ((32, 8, 2), (32, 8, 2), (32, 8, 2)),
+    "backward_query": ((32, 8, 2), (32, 8, 2), (32, 8, 2)),
+    "backward_key": ((16, 8, 2), (16, 8, 2), (16, 8, 2)),
+}
 """Products in full precision have no instruction of their own, and take registers."""
 
-HALF: dict[str, dict[str, tuple[Tile, Tile, Tile]]] = {
+HALF: dict[str, Tiles] = {
     "warp": {
-        "forward": (Tile(64, 4), Tile(64, 8), Tile(64, 8)),
-        "backward_query": (Tile(64, 8), Tile(64, 8), Tile(32, 8)),
-        "backward_key": (Tile(64, 4), Tile(32, 8), Tile(32, 8)),
+        "forward": ((64, 4, 2, 3), (64, 4, 2), (64, 8, 2)),
+        "decode": ((64, 4, 2, 3), (64, 4, 2), (64, 8, 2)),
+        "backward_query": ((64, 4, 2), (64, 4, 2), (32, 8, 2)),
+        "backward_key": ((32, 4, 2), (32, 8, 2), (32, 8, 2)),
     },
     "hopper": {
-        "forward": (Tile(64, 4), Tile(128, 8), Tile(128, 8)),
-        "backward_query": (Tile(64, 4), Tile(128, 8), Tile(128, 8)),
-        "backward_key": (Tile(64, 4), Tile(128, 8), Tile(64, 4)),
+        "forward": ((64, 4, 2, 3), (128, 8, 2, 3), (32, 8, 2)),
+        "decode": ((64, 4, 2), (128, 8, 2), (32, 8, 2)),
+        "backward_query": ((64, 4, 2, 3), (128, 8, 2), (32, 8, 2)),
+        "backward_key": ((64, 4, 2), (128, 8, 2), (32, 8, 2)),
     },
     "blackwell": {
-        "forward": (Tile(64, 4), Tile(64, 4), Tile(64, 8)),
-        "backward_query": (Tile(128, 4), Tile(64, 8), Tile(64, 8)),
-        "backward_key": (Tile(64, 4), Tile(64, 8), Tile(64, 8)),
+        "forward": ((64, 4, 2, 3), (64, 4, 2), (32, 8, 2)),
+        "decode": ((64, 4, 2), (64, 4, 2), (32, 8, 2)),
+        "backward_query": ((64, 4, 2), (64, 8, 2), (32, 8, 2)),
+        "backward_key": ((64, 8, 2), (64, 8, 2), (32, 8, 2)),
     },
     "mfma": {
-        "forward": (Tile(64, 4), Tile(64, 4), Tile(64, 4)),
-        "backward_query": (Tile(64, 4), Tile(64, 4), Tile(64, 4)),
-        "backward_key": (Tile(64, 4), Tile(64, 4), Tile(64, 4)),
+        "forward": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
+        "decode": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
+        "backward_query": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
+        "backward_key": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
     },
 }
-"""By product instruction and kernel; for widths up to 64, 128 and 256."""
+"""By product instruction; on Hopper and Blackwell that of a warp, which takes fewer rows, serves widths over 128."""
