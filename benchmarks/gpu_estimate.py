@@ -26,7 +26,9 @@ KEPT = 0.47
 ROWS, KEYS = 64, 32
 """Of a tile."""
 FIRST, GROWTH = 128, 4
-"""Keys that the first round walks past the diagonal, and how much further each next round goes."""
+"""Keys that the first round walks past the diagonal, and how much further each next round goes: those of launch.py."""
+PACKED_FROM = 4_096
+"""Tokens from which on rows are packed."""
 LENGTHS = (1_024, 4_096, 16_384, 65_536, 131_072)
 
 
@@ -56,30 +58,46 @@ def block_stop(needed: Tensor, rows: int = ROWS) -> float:
     return in_tiles((needed + ahead).amax(1)).double().mean().item()
 
 
-def packed(needed: Tensor) -> float:
-    """Keys visited per row where unfinished rows are packed together after every round."""
+def rounds(length: int) -> list[int]:
+    """Keys that each round of forward walks: those of launch.py."""
+    walks = [FIRST]
+    while walks[-1] * GROWTH < length // 2:
+        walks.append(walks[-1] * GROWTH)
+    return [*walks, length]
+
+
+def in_groups(start: Tensor, stop: Tensor, walk: int) -> tuple[int, Tensor]:
+    """Slots of tiles for rows that start after one key, stop after another and go no further than a walk; and how far
+    each of them came."""
+    groups = math.ceil(len(start) / ROWS)
+    padding = groups * ROWS - len(start)
+    # An empty slot of the last group starts where its last row does and is done at once.
+    stop = torch.cat([stop, start[-1:].expand(padding)]).view(groups, ROWS)
+    padded = torch.cat([start, start[-1:].expand(padding)]).view(groups, ROWS)
+    reached = torch.maximum(padded.amin(1) - walk, stop.amin(1)).clamp(min=-1)
+    slots = int(in_tiles(padded.amax(1) - reached).sum()) * ROWS
+    return slots, reached.repeat_interleave(ROWS)[: len(start)]
+
+
+def packed(needed: Tensor) -> tuple[float, float]:
+    """Keys visited per row where unfinished rows are packed together after every round: by forward; and by backward,
+    which knows the rounds beforehand and has the rows of each in tiles of their own."""
     length = len(needed)
     row = torch.arange(length)
     stop = row - needed  # the first key that a row does not need
-    block_end = row // ROWS * ROWS + ROWS - 1
-    slots = 0
-    # Round 0: the diagonal block and `FIRST` keys before it, or fewer where the whole block is done.
-    limit = (block_end - ROWS - FIRST).view(-1, ROWS)[:, 0]
-    reached = torch.maximum(limit, stop.view(-1, ROWS).amin(1)).clamp(min=-1)
-    slots += int(in_tiles(block_end.view(-1, ROWS)[:, 0] - reached).sum()) * ROWS
-    seen = reached.repeat_interleave(ROWS)
-    walk = FIRST
-    while (going := (seen > stop).nonzero().flatten()).numel():
-        walk *= GROWTH
-        groups = math.ceil(len(going) / ROWS)
-        padding = groups * ROWS - len(going)
-        # An empty slot of the last group starts where its last row does and is done at once.
-        start = torch.cat([seen[going], seen[going][-1:].expand(padding)]).view(groups, ROWS)
-        last = torch.cat([stop[going], start.flatten()[-1:].expand(padding)]).view(groups, ROWS)
-        reached = torch.maximum(start.amin(1) - walk, last.amin(1)).clamp(min=-1)
-        slots += int(in_tiles(start.amax(1) - reached).sum()) * ROWS
-        seen[going] = reached.repeat_interleave(ROWS)[: len(going)]
-    return slots / length
+    seen, ended = row.clone(), torch.zeros_like(row)
+    forward = backward = 0
+    for lap, walk in enumerate(rounds(length)):
+        going = (seen > stop).nonzero().flatten()
+        if not len(going):
+            break
+        slots, seen[going] = in_groups(seen[going], stop[going], walk)
+        forward += slots
+        ended[going] = lap
+    for lap in ended.unique():
+        its = (ended == lap).nonzero().flatten()
+        backward += in_groups(row[its], stop[its], length)[0]
+    return forward / length, backward / length
 
 
 class Visited(NamedTuple):
@@ -88,6 +106,9 @@ class Visited(NamedTuple):
     ideal: float
     block_stop: float
     packed: float
+    """By forward."""
+    regrouped: float
+    """By backward."""
 
 
 @lru_cache
@@ -97,7 +118,7 @@ def visited(length: int, head_width: int = 64, tokens: int = 262_144) -> Visited
     found = []
     for _ in range(max(4, tokens // length)):
         needed = keys_needed(length, head_width, generator)
-        found.append([needed.double().mean().item(), block_stop(needed), packed(needed)])
+        found.append([needed.double().mean().item(), block_stop(needed), *packed(needed)])
     # FlashAttention's causal walk, in tiles.
     return Visited(length, (length + ROWS) / 2, *torch.tensor(found).mean(0).tolist())
 
@@ -119,6 +140,8 @@ class Gpu(NamedTuple):
     """Of device memory, for its share of the bandwidth."""
     multiprocessors: int
     gigahertz: float
+    block: int
+    """Keys of a block: those of tiles.py."""
 
     @property
     def peak(self) -> float:
@@ -126,34 +149,35 @@ class Gpu(NamedTuple):
         return 2e9 * self.mma * self.multiprocessors * self.gigahertz
 
 
-A100 = Gpu("A100", 1024, 16, 64, 2.04e12 / 108 / 1.41e9, 108, 1.41)
-H100 = Gpu("H100", 2048, 16, 128, 3.35e12 / 132 / 1.83e9, 132, 1.83)
+A100 = Gpu("A100", 1024, 16, 64, 2.04e12 / 108 / 1.41e9, 108, 1.41, 16)
+H100 = Gpu("H100", 2048, 16, 128, 3.35e12 / 132 / 1.83e9, 132, 1.83, 32)
 
 
 class Work(NamedTuple):
     """Of one score, besides the two products."""
 
-    mma: float
-    """Multiply-adds in the tensor cores, beyond 2 D."""
+    counts: bool
+    """Whether the prefix count is a product with a triangle of ones: as many multiply-adds as a block has keys."""
     special: float
     lanes: float
+    block: int | None
+    """Keys after which the D sums of a row are rescaled, D operations more; None for those of the GPU's tile."""
 
 
-FLASH = Work(mma=0, special=1, lanes=5)
-"""exp; scale and subtract the maximum (1), running maximum (1), sum (1), convert (1), rescaling shared by a row (1)."""
-TRA = Work(mma=KEYS, special=1, lanes=11)
-"""exp; the prefix count is a product with a triangle of ones, KEYS multiply-adds a score. Scale (1), compare with the
-threshold (1), convert the flag (1), add the carried count (1), compare with the reach (1), gate times count plus score
-(1), select (1), running maximum (1), subtract it (1), sum (1), convert (1)."""
+FLASH = Work(counts=False, special=1, lanes=4, block=64)
+"""exp; scale and subtract the maximum (1), running maximum (1), sum (1), convert (1)."""
+TRA = Work(counts=True, special=1, lanes=11, block=None)
+"""exp; scale (1), compare with the threshold (1), convert the flag (1), add the carried count (1), compare with the
+reach (1), gate times count plus score (1), select (1), running maximum (1), subtract it (1), sum (1), convert (1)."""
 
 
 def clocks(gpu: Gpu, work: Work, head_width: int) -> dict[str, float]:
     """Of a tile, in each kind of unit."""
     scores = ROWS * KEYS
     return {
-        "tensor cores": scores * (2 * head_width + work.mma) / gpu.mma,
+        "tensor cores": scores * (2 * head_width + gpu.block * work.counts) / gpu.mma,
         "exp": scores * work.special / gpu.special,
-        "lanes": scores * work.lanes / gpu.lanes,
+        "lanes": scores * (work.lanes + head_width / (work.block or gpu.block)) / gpu.lanes,
     }
 
 
@@ -203,13 +227,14 @@ class Step(NamedTuple):
         return (self.linear + self.tra[0]) / rope, (self.linear + self.tra[1]) / rope
 
 
-def step(gpu: Gpu, model: Model, dense: float, walked: float, tokens: int = 1_000_000) -> Step:
-    """With rows that visit so many keys, against a dense walk."""
+def step(gpu: Gpu, model: Model, dense: float, forward: float, backward: float, tokens: int = 1_000_000) -> Step:
+    """With rows that visit so many keys forward and backward, against a dense walk."""
     linear = 6 * model.parameters * tokens / (gpu.peak * LINEAR_SHARE)
     # Two products forward and five backward, over the keys that a row visits.
-    per_key = 2 * 7 * model.width * model.layers * tokens / (gpu.peak * FLASH_SHARE)
+    per_key = 2 * model.width * model.layers * tokens / (gpu.peak * FLASH_SHARE)
+    walked = 2 * forward + 5 * backward
     fast, slow = sorted(per_key * walked * ratio for ratio in tile_ratio(gpu, model.head_width))
-    return Step(linear, per_key * dense, (fast, slow))
+    return Step(linear, 7 * per_key * dense, (fast, slow))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -218,11 +243,11 @@ def step(gpu: Gpu, model: Model, dense: float, walked: float, tokens: int = 1_00
 def tables() -> Iterator[str]:
     yield "Keys visited per row and head (D = 64, default tolerance; simulated):"
     yield ""
-    yield "| tokens | dense | the rows' own reach | block stop | packed | dense / packed |"
-    yield "|---:|---:|---:|---:|---:|---:|"
+    yield "| tokens | dense | rows' own reach | block stop | packed, forward | regrouped, backward | dense / packed |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|"
     for length in LENGTHS:
         keys = visited(length)
-        cells = (keys.dense, keys.ideal, keys.block_stop, keys.packed)
+        cells = (keys.dense, keys.ideal, keys.block_stop, keys.packed, keys.regrouped)
         yield f"| {length:,} | " + " | ".join(f"{x:,.0f}" for x in cells) + f" | {keys.dense / keys.packed:.1f} |"
     yield ""
     yield f"Clocks of one multiprocessor for a tile of {ROWS} rows and {KEYS} keys, forward, bfloat16 (arithmetic):"
@@ -242,15 +267,16 @@ def tables() -> Iterator[str]:
     yield ""
     yield (
         "| GPU | model | tokens | linear layers | attention, RoPE | attention, TRA | step, TRA / RoPE |"
-        " the same, rows packed |"
+        " the same, block stop only |"
     )
     yield "|---|---|---:|---:|---:|---:|---:|---:|"
     for gpu in (A100, H100):
         for model in MODELS:
             for length in TRAINED_AT:
                 keys = visited(length, model.head_width)
-                built, better = (step(gpu, model, keys.dense, walked) for walked in (keys.block_stop, keys.packed))
-                tra, now, then = (f"{low:.2f}-{high:.2f}" for low, high in (built.tra, built.ratio, better.ratio))
+                built = step(gpu, model, keys.dense, keys.packed, keys.regrouped)
+                before = step(gpu, model, keys.dense, keys.block_stop, keys.block_stop)
+                tra, now, then = (f"{low:.2f}-{high:.2f}" for low, high in (built.tra, built.ratio, before.ratio))
                 yield (
                     f"| {gpu.name} | {model.name} | {length:,} | {built.linear:.2f} s | {built.flash:.2f} s | {tra} s"
                     f" | {now} | {then} |"
