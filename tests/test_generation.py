@@ -130,6 +130,10 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
             query, key, value = super().project(*arguments)
             return query.flip(-1), key, value
 
+    class Graded(ThresholdRelativeAttention):
+        def normalised(self, x: Tensor) -> Tensor:
+            return super().normalised(x) * torch.linspace(0.5, 1.0, x.shape[1])[:, None, None]
+
     class Added(accelerate.hooks.ModelHook):
         def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
             return output + 1.0
@@ -146,6 +150,7 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
         louder,
         lambda decoder: setattr(decoder.blocks[0], "__class__", Halved),
         lambda decoder: setattr(decoder.blocks[0].attention, "__class__", Turned),
+        lambda decoder: setattr(decoder.blocks[0].attention, "__class__", Graded),
         lambda decoder: accelerate.hooks.add_hook_to_module(decoder.blocks[1].attention.value, Added()),
         *(
             lambda decoder, name=name: hooked(decoder.get_submodule(name))

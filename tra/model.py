@@ -178,7 +178,8 @@ class Block(nn.Module):
         """
         attention, mlp, adds_to_normalised = self.attention, self.mlp, self.adds_to_normalised
         ours = type(self).forward is Block.forward and type(mlp) is MLP
-        ours &= all(getattr(type(attention), name) is getattr(Attention, name) for name in ("forward", "project"))
+        shared = ("forward", "project", "normalised")  # what for_one_token() of the mechanism takes the place of
+        ours &= all(getattr(type(attention), name) is getattr(Attention, name) for name in shared)
         if not ours or any(map(observed, (self, attention, mlp))):
             return lambda x, context: self(x[:, None], context)[:, 0]
         attend = attention.for_one_token()
