@@ -188,6 +188,20 @@ def test_a_wrong_request_is_named(client: Any, request_: dict[str, Any], message
     assert message in json.dumps(answer.json())
 
 
+@pytest.mark.parametrize(
+    "body, name",
+    [
+        (r'{"prompt": "The", "temperature": NaN}', "temperature"),
+        (r'{"prompt": "The", "tokens": 1e400}', "tokens"),
+        (r'{"prompt": "\ud800"}', "prompt"),
+    ],
+)
+def test_a_wrong_request_that_cannot_be_repeated_is_named_too(client: Any, body: str, name: str) -> None:
+    answer = client.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert f'["body", "{name}"]' in answer.text
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_failure_on_the_way_is_told(client: Any, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, choose = [], Sampling.choose

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,6 +52,12 @@ def make_app(folder: Path, *, most_tokens: int = 1024, longest: int = 65_536, at
     model, tokenizer = load(folder)
     app = FastAPI(title="threshold-relative-attention")
     places = threading.BoundedSemaphore(at_once)
+
+    @app.exception_handler(RequestValidationError)
+    def wrong(_: Any, error: RequestValidationError) -> Response:
+        """FastAPI's own answer repeats what was given, which JSON or UTF-8 may not be able to hold."""
+        detail = [{name: problem[name] for name in ("type", "loc", "msg")} for problem in error.errors()]
+        return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
 
     @app.get("/health")
     def health() -> dict[str, Any]:
