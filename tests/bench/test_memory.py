@@ -10,6 +10,7 @@ from tra.bench import memory
 from tra.bench.memory import added_megabytes, in_fresh_process, measurable, peak_of_attention, peak_of_training
 from tra.errors import RunError
 from tra.model import DecoderConfig
+from tra.ops.threshold_relative import cpu
 
 needs_proc = pytest.mark.skipif(not measurable(), reason="peak memory is read from Linux's /proc")
 
@@ -45,6 +46,13 @@ def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.Mo
 def test_a_process_that_fails_is_an_error_with_its_reason() -> None:
     with pytest.raises(RunError, match=r"^peak memory: RuntimeError: /proc/self/status has no VmNothing$"):
         in_fresh_process(memory._megabytes, "VmNothing")
+
+
+@pytest.mark.skipif(not cpu.LIBRARIES, reason="the CPU kernel is not built")
+def test_the_process_has_the_variant_of_the_kernel_that_is_measured() -> None:
+    for variant in cpu.LIBRARIES:
+        with cpu.using(variant):
+            assert in_fresh_process(cpu.about) == cpu.about()  # type: ignore[arg-type, comparison-overlap]
 
 
 @needs_proc

@@ -16,6 +16,7 @@ from tra.bench.timing import Work
 from tra.bench.workloads import attention, native, training_step
 from tra.errors import RunError
 from tra.model import DecoderConfig
+from tra.ops.threshold_relative import cpu
 
 
 def measurable() -> bool:
@@ -82,8 +83,9 @@ PROGRAM = """
 import json, sys
 from importlib import import_module
 from tra import plugins
+from tra.ops.threshold_relative import cpu
 
-place, name, loaded, arguments = json.loads(sys.argv[1])
+place, name, loaded, cpu.variant, arguments = json.loads(sys.argv[1])
 for plugin in loaded:
     plugins.load(plugin)
 print(json.dumps(getattr(import_module(place), name)(*arguments)))
@@ -91,11 +93,12 @@ print(json.dumps(getattr(import_module(place), name)(*arguments)))
 
 
 def in_fresh_process(measure: Callable[..., float], *arguments: Any) -> float:
-    """What a function of a module returns, called by itself in a new process that has the same plug-ins.
+    """What a function of a module returns, called by itself in a new process that has the same plug-ins and
+    variant of the kernel.
 
     Arguments must be what JSON can hold. A RunError has the last line of what the process complained of.
     """
-    call = json.dumps([measure.__module__, measure.__name__, plugins.loaded(), arguments])
+    call = json.dumps([measure.__module__, measure.__name__, plugins.loaded(), cpu.variant, arguments])
     done = subprocess.run([sys.executable, "-c", PROGRAM, call], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
