@@ -93,7 +93,7 @@ def continued(
         pad: what follows in a row that has ended while others go on; the first of `end` by default.
         generator: where randomness comes from; PyTorch's own by default.
     """
-    _check(tokens, new, key_mask)
+    _check(tokens, new, sampling, key_mask, end)
     batch, length = tokens.shape
     if key_mask is not None and bool(key_mask.all()):
         key_mask = None  # which is faster
@@ -120,7 +120,7 @@ def check_finite(scores: Tensor, number: int) -> None:
         raise RunError(f"the model's scores for token {number} are not finite: its weights are damaged")
 
 
-def _check(tokens: Tensor, new: int, key_mask: Tensor | None) -> None:
+def _check(tokens: Tensor, new: int, sampling: Sampling, key_mask: Tensor | None, end: Collection[int]) -> None:
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be an int32 or int64 tensor [B, L], got {kind}")
@@ -128,6 +128,10 @@ def _check(tokens: Tensor, new: int, key_mask: Tensor | None) -> None:
         raise ValueError(f"tokens must have the shape [B, L], with at least one token, got {list(tokens.shape)}")
     if not isinstance(new, int) or new < 1:
         raise ValueError(f"new must be a whole number of at least 1, got {new!r}")
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling must be a Sampling, got {sampling!r}")
+    if not isinstance(end, Collection) or not all(isinstance(token, int) for token in end):
+        raise ValueError(f"end must be a collection of whole numbers, as [2], got {end!r}")
     check_masks(key_mask, None, tokens.shape[0], tokens.shape[1], tokens.device)
     if key_mask is not None and not bool(key_mask[:, -1].all()):
         raise ValueError("key_mask must be True for the last token of each row: padding belongs on the left")
