@@ -192,7 +192,8 @@ def test_in_training_mode_dropout_stays() -> None:
     [
         ({"temperature": -1.0}, "temperature must be 0 or at least 1e-06, got -1.0"),
         ({"temperature": math.nan}, "temperature must be 0 or at least 1e-06, got nan"),
-        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"top_k": -1}, "top_k must be a whole number of at least 0, got -1"),
+        ({"top_k": 2.5}, "top_k must be a whole number of at least 0, got 2.5"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
     ],
@@ -214,6 +215,7 @@ def test_a_wrong_way_to_choose_is_named(wrong: dict[str, Any], message: str) -> 
         ({"end": 2}, r"end must be a collection of whole numbers, as \[2\], got 2"),
         ({"end": [2.5]}, r"end must be a collection of whole numbers, as \[2\], got \[2.5\]"),
         ({"end": "2"}, "end must be a collection of whole numbers"),
+        ({"end": [2], "pad": -1}, "pad must be a token, a whole number of at least 0, got -1"),
         ({"key_mask": torch.ones(1, 3)}, r"key_mask must have the shape \[B, Lk\] = \[1, 2\], got \[1, 3\]"),
         ({"key_mask": torch.tensor([[True, False]])}, "padding belongs on the left"),
     ],

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import socket
 import threading
 import time
@@ -37,10 +38,15 @@ def folder(language_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[Any]:
+def serve() -> Any:
     spec = importlib.util.spec_from_file_location("serve", FILE)
-    serve = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(serve)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def client(serve: Any, folder: Path) -> Iterator[Any]:
     app = serve.make_app(folder, most_tokens=MOST, longest=LONGEST, at_once=AT_ONCE)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -53,6 +59,13 @@ def client(folder: Path) -> Iterator[Any]:
             yield made
         server.should_exit = True
         thread.join()
+
+
+def test_a_folder_that_asks_for_more_is_not_served_otherwise(serve: Any, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"repetition_penalty": 5.0}')
+    with pytest.raises(ValueError, match=r"generation_config.json asks for more"):
+        serve.make_app(tmp_path / "model")
 
 
 def events_of(lines: Iterator[str]) -> list[tuple[str, dict[str, Any]]]:

@@ -42,7 +42,7 @@ class Sampling:
         cold = f"0 or at least {COLDEST:g}"
         for name, wrong, expected in (
             ("temperature", not (self.temperature == 0 or COLDEST <= self.temperature < math.inf), cold),
-            ("top_k", self.top_k < 0, "at least 0"),
+            ("top_k", not isinstance(self.top_k, int) or self.top_k < 0, "a whole number of at least 0"),
             ("top_p", not 0 < self.top_p <= 1, "in (0, 1]"),
         ):
             if wrong:
@@ -93,7 +93,7 @@ def continued(
         pad: what follows in a row that has ended while others go on; the first of `end` by default.
         generator: where randomness comes from; PyTorch's own by default.
     """
-    _check(tokens, new, sampling, key_mask, end)
+    _check(tokens, new, sampling, key_mask, end, pad)
     batch, length = tokens.shape
     if key_mask is not None and bool(key_mask.all()):
         key_mask = None  # which is faster
@@ -120,7 +120,9 @@ def check_finite(scores: Tensor, number: int) -> None:
         raise RunError(f"the model's scores for token {number} are not finite: its weights are damaged")
 
 
-def _check(tokens: Tensor, new: int, sampling: Sampling, key_mask: Tensor | None, end: Collection[int]) -> None:
+def _check(
+    tokens: Tensor, new: int, sampling: Sampling, key_mask: Tensor | None, end: Collection[int], pad: int | None
+) -> None:
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be an int32 or int64 tensor [B, L], got {kind}")
@@ -132,6 +134,8 @@ def _check(tokens: Tensor, new: int, sampling: Sampling, key_mask: Tensor | None
         raise ValueError(f"sampling must be a Sampling, got {sampling!r}")
     if not isinstance(end, Collection) or not all(isinstance(token, int) for token in end):
         raise ValueError(f"end must be a collection of whole numbers, as [2], got {end!r}")
+    if pad is not None and (not isinstance(pad, int) or pad < 0):
+        raise ValueError(f"pad must be a token, a whole number of at least 0, got {pad!r}")
     check_masks(key_mask, None, tokens.shape[0], tokens.shape[1], tokens.device)
     if key_mask is not None and not bool(key_mask[:, -1].all()):
         raise ValueError("key_mask must be True for the last token of each row: padding belongs on the left")

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from tra import Sampling
-from tra.hub.generation import load, prompt_ids, written
+from tra.hub.generation import asks_for_more, load, prompt_ids, written
 
 LONGEST_PROMPT = 1 << 20
 """Characters, before anything is tokenized."""
@@ -50,6 +50,8 @@ def make_app(folder: Path, *, most_tokens: int = 1024, longest: int = 65_536, at
         at_once: requests that are served at the same time; one more is sent away with status 503.
     """
     model, tokenizer = load(folder)
+    if asks_for_more(model):
+        raise ValueError(f"{folder}: generation_config.json asks for more than this server does, as penalties")
     app = FastAPI(title="threshold-relative-attention")
     places = threading.BoundedSemaphore(at_once)
 
@@ -119,14 +121,20 @@ def event(content: dict[str, Any], kind: str = "message") -> str:
     return f"event: {kind}\ndata: {json.dumps(content)}\n\n"
 
 
+def positive(word: str) -> int:
+    if (number := int(word)) < 1:
+        raise ValueError
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a run on text, or what tra export wrote")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--most-tokens", type=int, default=1024, help="new tokens that a request may ask for")
-    parser.add_argument("--longest", type=int, default=65_536, help="tokens that a prompt may have")
-    parser.add_argument("--at-once", type=int, default=4, help="requests that are served at the same time")
+    parser.add_argument("--most-tokens", type=positive, default=1024, help="new tokens that a request may ask for")
+    parser.add_argument("--longest", type=positive, default=65_536, help="tokens that a prompt may have")
+    parser.add_argument("--at-once", type=positive, default=4, help="requests that are served at the same time")
     given = parser.parse_args()
     app = make_app(given.folder, most_tokens=given.most_tokens, longest=given.longest, at_once=given.at_once)
     uvicorn.run(app, host=given.host, port=given.port)

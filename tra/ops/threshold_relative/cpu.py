@@ -64,6 +64,8 @@ def passed_over(reason: str) -> str | None:
 def using(name: str) -> Iterator[None]:
     """Compute with that variant meanwhile, of those that are built and run here: to compare them."""
     global variant
+    if unusable is not None:
+        raise ValueError(f"variant must be left out where the native kernel {unusable}; got {name!r}")
     lookup(LIBRARIES, name, "variant")
     before, variant = variant, name
     try:
