@@ -89,4 +89,4 @@ if __name__ == "__main__":
     print(*outside, sep="\n")
     pages = len(list(site.rglob("*.html")))
     print(f"{pages} pages, {len(outside)} addresses outside (listed above, not followed), {len(problems)} broken links")
-    sys.exit("\n".join(problems))
+    sys.exit("\n".join(problems) or 0)

@@ -71,6 +71,15 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, checker: ModuleType)
     assert checker.leaving(tmp_path) == ["https://example.org/", "https://example.org/a.png"]
 
 
+def test_the_command_fails_where_a_link_leads_nowhere_and_only_there(tmp_path: Path) -> None:
+    command = [sys.executable, str(DOCS / "check_links.py"), str(tmp_path)]
+    (tmp_path / "one.html").write_text('<a href="two.html">a</a>')
+    missing = subprocess.run(command, capture_output=True, text=True)
+    assert (missing.returncode, missing.stderr) == (1, "one.html: two.html leads nowhere\n")
+    (tmp_path / "two.html").write_text("")
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
 def test_everything_public_is_in_the_reference(site: Path) -> None:
     reference = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     for name in ("tra", "attention", "tasks", "text", "recipes", "runs", "experiments", "report", "bench", "hub"):
