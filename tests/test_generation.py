@@ -1,6 +1,7 @@
 """`Decoder.generate`, held against transformers' `generate` token for token."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -107,10 +108,30 @@ def test_a_new_token_is_scored_as_by_the_whole_model_to_the_bit(attention: str, 
     for key_mask in (None, mask.bool()):
         read, cache, start = decoder.reader(), decoder.new_cache(), 0
         for stop in (5, 6, 7, 9):
-            seen = None if key_mask is None else key_mask[:, :stop]
+            seen, new = (None, None) if key_mask is None else (key_mask[:, :stop], key_mask[:, start:stop])
             hidden = decoder.hidden(tokens[:, start:stop], cache=cache, key_mask=seen)
-            assert torch.equal(read(tokens[:, start:stop], seen), decoder.head(hidden[:, -1:])[:, 0])
+            assert torch.equal(read(tokens[:, start:stop], new), decoder.head(hidden[:, -1:])[:, 0])
             start = stop
+
+
+def test_a_second_turn_remembers_the_padding_of_the_first() -> None:
+    decoder = to_decoder(build())
+    rows = [torch.randint(VOCABULARY, (length,)) for length in (9, 4)]
+    tokens, mask = left_padded(rows)
+    read, said = decoder.reader(), torch.randint(VOCABULARY, (2, 3))
+    first = torch.stack(list(continued(read, tokens, 5, key_mask=mask.bool())), dim=1)
+    heard = torch.cat([first[:, -1:], said], dim=1)  # the last token was chosen, not read
+    second = torch.stack(list(continued(read, heard, 5)), dim=1)
+    for row, alone in enumerate(rows):
+        whole = torch.cat([alone, first[row], said[row]])[None]
+        assert decoder.generate(whole, 5)[0, -5:].tolist() == second[row].tolist()
+
+
+def test_tokens_keep_their_kind() -> None:
+    decoder, tokens = to_decoder(build()), prompt()
+    made = decoder.generate(tokens.int(), 3, end=[VOCABULARY - 1])
+    assert made.dtype == torch.int32
+    assert torch.equal(made, decoder.generate(tokens, 3, end=[VOCABULARY - 1]).int())
 
 
 @torch.inference_mode()
@@ -127,8 +148,7 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
 
     class Turned(ThresholdRelativeAttention):
         def project(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-            query, key, value = super().project(*arguments)
-            return query.flip(-1), key, value
+            return turned(super().project)(*arguments)
 
     class Graded(ThresholdRelativeAttention):
         def normalised(self, x: Tensor) -> Tensor:
@@ -137,6 +157,13 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
     class Added(accelerate.hooks.ModelHook):
         def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
             return output + 1.0
+
+    def turned(project: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        def changed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = project(*arguments)
+            return query.flip(-1), key, value
+
+        return changed
 
     def hooked(module: nn.Module) -> None:
         module.register_forward_hook(lambda _module, _given, out: out + 1.0)
@@ -151,6 +178,7 @@ def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
         lambda decoder: setattr(decoder.blocks[0], "__class__", Halved),
         lambda decoder: setattr(decoder.blocks[0].attention, "__class__", Turned),
         lambda decoder: setattr(decoder.blocks[0].attention, "__class__", Graded),
+        lambda decoder: setattr(decoder.blocks[0].attention, "project", turned(decoder.blocks[0].attention.project)),
         lambda decoder: accelerate.hooks.add_hook_to_module(decoder.blocks[1].attention.value, Added()),
         *(
             lambda decoder, name=name: hooked(decoder.get_submodule(name))
@@ -216,6 +244,7 @@ def test_a_wrong_way_to_choose_is_named(wrong: dict[str, Any], message: str) -> 
         ({"end": [2.5]}, r"end must be a collection of whole numbers, as \[2\], got \[2.5\]"),
         ({"end": "2"}, "end must be a collection of whole numbers"),
         ({"end": [2], "pad": -1}, "pad must be a token, a whole number of at least 0, got -1"),
+        ({"end": [2], "pad": 6}, "pad must be less than the vocabulary of 6, got 6"),
         ({"key_mask": torch.ones(1, 3)}, r"key_mask must have the shape \[B, Lk\] = \[1, 2\], got \[1, 3\]"),
         ({"key_mask": torch.tensor([[True, False]])}, "padding belongs on the left"),
     ],

@@ -46,6 +46,8 @@ def command(*words):
         ("transformers", "import tra.hub", "hub"),
         ("tyro", "import tra.recipes", "train"),
         ("tyro", "from tra.runs import train", "train"),
+        ("matplotlib", "import tra.report", "train"),
+        ("tokenizers", "import tra.text", "hub"),
         ("tyro", "command()", "train"),
         ("rich", "command('list')", "train"),
         ("transformers", "command('export', 'a', 'b')", "hub"),

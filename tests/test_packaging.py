@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tra.version import __version__
+
 ROOT = Path(__file__).parent.parent
 KERNELS = "tra/ops/threshold_relative/_cpu_"
 
@@ -131,3 +133,8 @@ def test_releases_are_published_with_no_more_rights_than_they_need() -> None:
     assert set(jobs["publish"]["needs"]) == {"wheels", "sdist"}
     used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action) for action in used), used
+
+
+def test_the_version_to_cite_is_that_of_the_package() -> None:
+    (cited,) = (line for line in (ROOT / "CITATION.cff").read_text().splitlines() if line.startswith("version:"))
+    assert cited == f"version: {__version__}"

@@ -18,8 +18,8 @@ COLDEST = 1e-6
 """What scores are divided by must leave them finite."""
 
 Reader = Callable[[Tensor, Tensor | None], Tensor]
-"""Reads new tokens ``[B, L]`` behind those it has read before, with the mask ``[B, read + L]`` of all of them or None,
-and returns the scores ``[B, vocabulary]`` of the token after the last."""
+"""Reads new tokens ``[B, L]`` behind those it has read before, with their mask ``[B, L]``, False for padding, or None,
+and returns the scores ``[B, vocabulary]`` of the token after the last. It remembers both."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def continued(
     """The tokens ``[B]`` that follow ``tokens [B, L]``, one step after another.
 
     Args:
-        read: what gives the scores; it remembers what it has read.
+        read: what gives the scores; it remembers what it has read, so a second turn continues the first.
         tokens: what is continued.
         new: how many steps at most.
         sampling: how tokens are chosen.
@@ -102,16 +102,16 @@ def continued(
     for step in range(new):
         scores = read(tokens, key_mask).float()
         check_finite(scores, length + step + 1)
-        chosen = sampling.choose(scores, generator)
+        if pad is not None and pad >= scores.shape[1]:
+            raise ValueError(f"pad must be less than the vocabulary of {scores.shape[1]}, got {pad}")
+        chosen = sampling.choose(scores, generator).to(tokens.dtype)
         if len(last):
-            chosen = chosen.where(running, last[0] if pad is None else pad)
+            chosen = chosen.where(running, last[0] if pad is None else pad).to(tokens.dtype)
             running = running & ~torch.isin(chosen, last)
         yield chosen
         if len(last) and not running.any():
             return
-        tokens = chosen[:, None]
-        if key_mask is not None:
-            key_mask = torch.cat([key_mask, key_mask.new_ones(batch, 1)], dim=1)
+        tokens, key_mask = chosen[:, None], None
 
 
 def check_finite(scores: Tensor, number: int) -> None:

@@ -179,7 +179,7 @@ class Block(nn.Module):
         attention, mlp, adds_to_normalised = self.attention, self.mlp, self.adds_to_normalised
         ours = type(self).forward is Block.forward and type(mlp) is MLP
         shared = ("forward", "project", "normalised")  # what for_one_token() of the mechanism takes the place of
-        ours &= all(getattr(type(attention), name) is getattr(Attention, name) for name in shared)
+        ours &= all(getattr(getattr(attention, name), "__func__", None) is getattr(Attention, name) for name in shared)
         if not ours or any(map(observed, (self, attention, mlp))):
             return lambda x, context: self(x[:, None], context)[:, 0]
         attend = attention.for_one_token()
@@ -361,21 +361,24 @@ class Decoder(nn.Module):
         """What reads tokens one call after another, with weights as they are now, and scores the next one.
 
         Args:
-            cache: where it remembers them; a new one by default.
+            cache: where it remembers them; a new one by default, otherwise one that holds no padding.
             head: takes the place of the output head.
         """
         caches = self.new_cache() if cache is None else cache
         norm, score = direct(self.norm), direct(self.head if head is None else head)
-        if self.training or observed(self):
-            return lambda tokens, key_mask: score(self.hidden(tokens, cache=caches, key_mask=key_mask)[:, -1:])[:, 0]
-        blocks = [block.for_one_token() for block in self.blocks]  # type: ignore[operator]
+        whole = self.training or observed(self)
+        blocks = [] if whole else [block.for_one_token() for block in self.blocks]  # type: ignore[operator]
+        mask: Tensor | None = None
 
         def read(tokens: Tensor, key_mask: Tensor | None) -> Tensor:
-            if tokens.shape[1] != 1:
-                return score(self.hidden(tokens, cache=caches, key_mask=key_mask)[:, -1:])[:, 0]
+            nonlocal mask
+            if mask is not None or key_mask is not None:
+                mask = _extended(mask, key_mask, len(caches[0]), tokens)
+            if whole or tokens.shape[1] != 1:
+                return score(self.hidden(tokens, cache=caches, key_mask=mask)[:, -1:])[:, 0]
             x = self.looked_up(tokens[:, 0], "tokens")
             for block, layer in zip(blocks, caches, strict=True):
-                x = block(x, Context(layer, key_mask, checked=True))
+                x = block(x, Context(layer, mask, checked=True))
             return score(norm(x))
 
         return read
@@ -398,6 +401,13 @@ class Decoder(nn.Module):
         if len(set(lengths)) > 1:
             raise ValueError(f"cache must hold as many tokens in every layer, got {lengths}")
         return Context(caches[0], key_mask, segment_ids).fitting(embedded), caches
+
+
+def _extended(mask: Tensor | None, new: Tensor | None, read: int, tokens: Tensor) -> Tensor:
+    """The mask of so many tokens that were read and of new ones behind them, where None masks nothing."""
+    ones = torch.ones(tokens.shape[0], max(read, tokens.shape[1]), dtype=torch.bool, device=tokens.device)
+    before = ones[:, :read] if mask is None else mask[:, :read]
+    return torch.cat([before, ones[:, : tokens.shape[1]] if new is None else new], dim=1)
 
 
 def initialise(module: nn.Embedding | nn.Linear) -> None:

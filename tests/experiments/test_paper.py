@@ -95,9 +95,9 @@ def test_the_protocol_is_the_same_for_every_mechanism_and_task() -> None:
     assert all(recipe_of().learning_rate in grid for recipe_of in SMALL_SCALE.values())
 
 
-@pytest.mark.parametrize("name", ["table1", "figure2"])
+@pytest.mark.parametrize("name", ["table1", "norms", "aids", "figure2"])
 def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: str) -> None:
-    """The lowest loss of the last round, amid what was tried of the learning rate unless three more did not help."""
+    """Those of the lowest loss of the last round, or of the lowest rate among losses that are as low."""
     stored = json.loads((RESULTS / name / "results.json").read_text())
     if not stored.get("tuning"):
         pytest.skip("from before mechanisms were tuned on each task")
@@ -108,11 +108,15 @@ def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: 
     for label, evidence in stored["tuning"].items():
         last = evidence["rounds"][-1]["losses"]
         chosen = evidence["chosen"]
-        assert choice_label(chosen) == min(last, key=last.__getitem__)
+        assert last[choice_label(chosen)] <= min(last.values()) + 1e-4
+        good = [label for label, loss in last.items() if loss <= min(last.values()) + 1e-4]
+        rates = {label: float(label.split()[0].removeprefix("learning_rate=")) for label in good}
+        assert chosen["learning_rate"] == min(rates.values())
         assert not set(evidence["seeds"]) & {row["seed"] for row in used[label]}
         for row in used[label]:
             assert row["learning_rate"] == chosen["learning_rate"]
-            assert row["options"].get("qk_norm", True) == chosen["model.attention_options.qk_norm"]
+            norm = row["options"].get("qk_norm", True)
+            assert norm == chosen.get("model.attention_options.qk_norm", "qk_norm=True" in row["attention"])
 
 
 @pytest.mark.usefixtures("run_here")

@@ -21,6 +21,7 @@ from tra.experiments.tuning import (
     tuning_evidence,
     tuning_losses,
     tuning_table,
+    tuning_tables,
 )
 from tra.recipes import Recipe
 from tra.runs import load_run
@@ -142,6 +143,12 @@ def test_tuning_that_could_choose_nothing_is_refused(grid: Any, seeds: Any, mess
         Tuning(grid, seeds=seeds)
 
 
+@pytest.mark.parametrize("options", [{"tolerance": -1e-3, "extended": "learning_rate"}, {"tolerance": 1e-3}])
+def test_a_tolerance_must_say_what_it_prefers(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"tolerance must be at least 0, and 0 without extended, got -?0\.001"):
+        Tuning({"learning_rate": (1e-3, 2e-3)}, **options)
+
+
 def test_a_column_that_is_only_measured_past_its_training_length_cannot_be_tuned() -> None:
     found: dict[Cell, list[Result]] = {
         cell: [ExactMatch("iid", 16, 4, None, 1.0, None, 0.0, 0.0)] for cell in measured(TWO, AT)
@@ -152,6 +159,21 @@ def test_a_column_that_is_only_measured_past_its_training_length_cannot_be_tuned
 
 def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
     assert best_choices({("", "a"): {"x": math.nan, "y": 3.0, "z": math.inf}}) == {("", "a"): "y"}
+
+
+@pytest.mark.parametrize("tolerance, rate, norm", [(0.0, 4e-3, True), (1e-3, 2e-3, False), (0.1, 1e-3, True)])
+def test_of_losses_that_differ_by_nothing_the_lowest_rate_is_taken(tolerance: float, rate: float, norm: bool) -> None:
+    """Of those with the same rate the lowest loss; one that is not a number is never near enough."""
+    tuning = Tuning(
+        {"learning_rate": (1e-3, 2e-3), "qk_norm": (True, False)}, extended="learning_rate", tolerance=tolerance
+    )
+    losses = {(1e-3, True): 0.05, (1e-3, False): math.nan, (2e-3, True): 3e-4, (2e-3, False): 2e-4, (4e-3, True): 1e-5}
+    choices = {str(key): {"learning_rate": key[0], "qk_norm": key[1]} for key in losses}
+    found = {("a", "tra"): {str(key): loss for key, loss in losses.items()}}
+    chosen = chosen_settings(replace(TWO, tuning=tuning), ["a"], choices, found)
+    assert chosen == {("a", "tra"): {"learning_rate": rate, "qk_norm": norm}}
+    (table,) = tuning_tables(replace(TWO, tuning=tuning), [found])
+    assert table.note.endswith(f"losses at most {tolerance:g} above it.") == (tolerance > 0)
 
 
 def test_the_table_of_tuning_has_the_lowest_loss_of_each_row_bold() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from tests.language_run import text_recipe, write_text
 from tra import Sampling
@@ -80,6 +81,18 @@ def test_pieces_end_where_characters_do(text: str, exported: Path, monkeypatch: 
         assert [token for token, _ in found if token is not None] == tokens[:count]
         assert "".join(piece for _, piece in found) == tokenizer.decode(tokens[:count])
         assert not any("\ufffd" in piece for token, piece in found if token is not None)
+
+
+def test_a_space_between_prompt_and_continuation_stays(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers that write spaces as ▁ drop the one with which a text begins."""
+    model, _ = load(exported)
+    words = Tokenizer(models.WordLevel({"?": 0, "▁The": 1, "▁river": 2, "s": 3}, "?"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    steps = [torch.tensor([token]) for token in (2, 3)]
+    monkeypatch.setattr("tra.hub.generation.continued", lambda *_, **__: iter(steps))
+    found = written(model, tokenizer, torch.tensor([[1]]), 99, Sampling(), 0)
+    assert "The" + "".join(piece for _, piece in found) == "The rivers" == tokenizer.decode([1, 2, 3])
 
 
 def test_a_run_does_not_go_on_with_the_tokenizer_of_another_text(

@@ -264,6 +264,9 @@ def test_more_mechanisms_than_can_be_told_apart_have_a_panel_each(tmp_path: Path
         assert [line.get_xydata().tolist() for line in own] == [[[8, 1.0], [16, pytest.approx(0.03 * row)]]] * 2
         assert len(panel.lines) == 2 + 2 * 14
     save_figure(figure, tmp_path / "figure.png")
+    across = 5
+    numbered = [any(label.get_text() for label in panel.get_xticklabels() if label.get_visible()) for panel in shown]
+    assert numbered == [place + across >= 14 for place in range(14)]  # the lowest of each column
     assert len({line.get_label() for panel in measure_by_length(records[: 8 * 8]).axes for line in panel.lines}) == 8
 
 

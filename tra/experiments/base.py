@@ -105,6 +105,9 @@ class Tuning:
     extended: str | None = None
     """A field of the grid, with numbers from low to high, that goes on by the same factor for as long as the best
     choice of the first round has the first or last of them, up to `MOST_EXTENSIONS` times."""
+    tolerance: float = 0.0
+    """Losses of the last round that exceed the lowest by no more than this are as good as it: of such choices the one
+    with the lowest value of `extended` is taken, as the one that is least likely to fail with another seed."""
 
     def __post_init__(self) -> None:
         if not self.grid or not all(self.grid.values()):
@@ -115,6 +118,8 @@ class Tuning:
             raise ValueError("seeds must name at least one seed to tune on, got none")
         if not self.rounds or not all(0.0 < share <= 1.0 and (n is None or n > 0) for share, n in self.rounds):
             raise ValueError(f"rounds must each have a share of the steps and a number of choices, got {self.rounds!r}")
+        if self.tolerance < 0.0 or (self.tolerance and self.extended is None):
+            raise ValueError(f"tolerance must be at least 0, and 0 without extended, got {self.tolerance}")
         if self.extended is not None:
             values = lookup(self.grid, self.extended, "extended")
             if len(values) < 2 or any(low >= high for low, high in itertools.pairwise(values)) or values[0] <= 0:

@@ -84,7 +84,7 @@ def _protocol(experiment: Experiment, tried: Sequence[Path], evidence: Mapping[s
         **{
             entry.name: _shown(value)
             for entry in fields(experiment.tuning)
-            if entry.name != "rounds" and (value := getattr(experiment.tuning, entry.name)) is not None
+            if entry.name != "rounds" and (value := getattr(experiment.tuning, entry.name)) not in (None, 0.0)
         },
     }
     if len(experiment.tuning.rounds) > 1:

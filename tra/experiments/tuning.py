@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,24 @@ def best_choices(losses: Losses) -> dict[tuple[str, str], str]:
 def chosen_settings(
     experiment: Experiment, columns: Sequence[str], choices: Mapping[str, Mapping[str, Any]], losses: Losses
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """The settings that every column and row is reported with: those of the label with the lowest loss."""
+    """The settings that every column and row is reported with: those of the label with the lowest loss, or of one
+    that is as good."""
     tuning = experiment.tuning
     if tuning is None:
         return {}
+
+    extended, tolerance = tuning.extended, tuning.tolerance
+
+    def preferred(tried: Mapping[str, float], lowest: str) -> str:
+        if extended is None:
+            return lowest
+        good = [label for label, loss in tried.items() if loss <= tried[lowest] + tolerance]
+        return min(good, key=lambda label: (choices[label][extended], tried[label]))
+
     best = {
-        key: dict(choices[label]) for key, label in best_choices(losses).items() if math.isfinite(losses[key][label])
+        key: dict(choices[preferred(losses[key], label)])
+        for key, label in best_choices(losses).items()
+        if math.isfinite(losses[key][label])
     }
     if tuning.column is None:
         return best
@@ -161,7 +174,11 @@ def tuning_tables(experiment: Experiment, rounds: Sequence[Losses]) -> list[Tabl
     tuning = experiment.tuning
     if tuning is None:
         return []
-    return [tuning_table(losses, share) for (share, _), losses in zip(tuning.rounds, rounds, strict=False) if losses]
+    tables = [tuning_table(losses, share) for (share, _), losses in zip(tuning.rounds, rounds, strict=False) if losses]
+    if tables and tuning.tolerance:
+        taken = f" Taken is the lowest {tuning.extended} among losses at most {tuning.tolerance:g} above it."
+        tables[-1] = replace(tables[-1], note=tables[-1].note + taken)
+    return tables
 
 
 def tuning_table(losses: Losses, share: float = 1.0) -> Table:

@@ -134,7 +134,7 @@ def written(
     """
     end = model.generation_config.eos_token_id
     # What was decoded last, and what was not yet: to decode everything again for each token would take ever longer.
-    before: list[int] = []
+    before: list[int] = ids[0, -1:].tolist()  # some tokenizers drop a space with which a text begins
     held: list[int] = []
     with _explained():
         for chosen in continued(

@@ -80,6 +80,8 @@ def small_multiples(records: Sequence[Record], title: str = "") -> Figure:
         panel.tick_params(labelsize="x-small")
         if measure.averages:
             panel.set_ylim(-0.03, 1.03)
+    for panel in panels.flat[max(0, len(every) - across) : len(every)]:
+        panel.tick_params(labelbottom=True)  # also of those with nothing below them
     for panel in panels.flat[len(every) :]:
         panel.set_axis_off()
     figure.supxlabel(records[0].unit, fontsize="small")

@@ -135,8 +135,9 @@ def flawless_tables(past: Sequence[Record]) -> list[Table]:
         results = [record.result for record in some if isinstance(record.result, ExactMatch)]
         if not results or any(result.value < 1.0 or result.tokens is None for result in results):
             continue
-        sequences, tokens = (sum(getattr(result, name) for result in results) for name in ("examples", "tokens"))
-        lengths = sorted({result.length for result in results})
+        of_length = {result.length: result for result in results}  # of any seed: all read the same sequences
+        sequences, tokens = (sum(getattr(x, name) for x in of_length.values()) for name in ("examples", "tokens"))
+        lengths = sorted(of_length)
         rows.append(
             [
                 row,
@@ -147,9 +148,9 @@ def flawless_tables(past: Sequence[Record]) -> list[Table]:
             ]
         )
     note = (
-        "All lengths and seeds together; the 95% bound on the error rate is Clopper and Pearson's for so many "
-        "independent trials, about 3 divided by their number. Seeds share their sequences and the tokens of a sequence "
-        "their model, so it is a little too low."
+        "All lengths together, each sequence once, however many seeds read it; the one-sided 95% bound on the error "
+        "rate is Clopper and Pearson's for so many independent trials, about 3 divided by their number. Tokens of a "
+        "sequence share their model and their past, so that theirs is too low."
     )
     headings = (
         *("attention", "task", "lengths", "seeds", "sequences", "errors per sequence, at most"),
