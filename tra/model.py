@@ -229,11 +229,6 @@ class Decoder(nn.Module):
         self.checkpoint_blocks = False
         """Save memory in training: backward computes each block again instead of keeping its activations."""
 
-    def train_from(self, share: float) -> None:
-        """Tell every layer how much of the training is done, before a step."""
-        for block in self.blocks:
-            block.attention.train_from(share)  # type: ignore[union-attr, operator]
-
     def new_cache(self) -> list[Cache]:
         """An empty cache for this model: one per layer."""
         return [Cache() for _ in self.blocks]

@@ -13,7 +13,7 @@ from tra.options import checked_options, mismatch, written
 
 ROTARY = ["qk_norm", "theta", "scaling", "factor", "trained_length"]
 OPTIONS = {
-    "tra": ["qk_norm", "tolerance", "impl", "gate_bias", "gate_spread", "threshold", "threshold_rise", "leak"],
+    "tra": ["qk_norm", "tolerance", "impl", "gate_bias", "gate_spread", "threshold", "straight_through"],
     "rope": ROTARY,
     "nope": ["qk_norm"],
     "sinusoidal": ["qk_norm", "theta"],

@@ -72,24 +72,6 @@ def test_an_unknown_implementation_is_refused() -> None:
         ThresholdRelativeAttention(8, 2, impl="fast")
 
 
-@torch.no_grad()
-def test_a_rising_threshold_ends_at_the_published_rule_and_never_shows_outside_training() -> None:
-    """At a share of training it is what the operator gives at that threshold; in evaluation always the published."""
-    published = ThresholdRelativeAttention(64, 4).double()
-    aided = ThresholdRelativeAttention(64, 4, threshold_rise=0.2).double()
-    aided.load_state_dict(published.state_dict())
-    x = torch.randn(1, 30, 64, dtype=torch.float64)
-    for share, threshold in ((0.0, -4.0), (0.05, -3.0), (0.1, -2.0), (0.2, 0.0), (0.9, 0.0)):
-        fixed = ThresholdRelativeAttention(64, 4, threshold=threshold).double().train()
-        fixed.load_state_dict(published.state_dict())
-        aided.train_from(share)
-        assert_close(aided.train()(x), fixed(x), rtol=0, atol=0)
-        assert_close(aided.eval()(x), published(x), rtol=0, atol=0)
-        assert torch.equal(aided.train().weights(x), published.weights(x))
-    with pytest.raises(ValueError, match=r"threshold_rise must be a share of the steps in \[0, 1\], got 2.0"):
-        ThresholdRelativeAttention(64, 4, threshold_rise=2.0)
-
-
 def test_gates_start_as_asked() -> None:
     """Spread: heads decay as ALiBi's do, by 2^-2, 2^-4, 2^-6 and 2^-8 a step with four of them."""
     spread = ThresholdRelativeAttention(64, 4, gate_spread=True)
@@ -99,23 +81,23 @@ def test_gates_start_as_asked() -> None:
         ThresholdRelativeAttention(64, 4, gate_bias=3.0, gate_spread=True)
 
 
-def test_a_leak_adds_the_gradient_of_attention_without_a_threshold_and_changes_nothing_else() -> None:
-    """Against the sum of the two gradients, each taken by itself."""
-    published = ThresholdRelativeAttention(64, 4).double()
-    leaking, whole = ThresholdRelativeAttention(64, 4, leak=0.3), ThresholdRelativeAttention(64, 4, threshold=-1e30)
-    for other in (leaking, whole):
-        other.double().load_state_dict(published.state_dict())
-    x, upstream = torch.randn(2, 1, 20, 64, dtype=torch.float64).unbind()
-    outs = [module.train()(x) for module in (published, leaking, whole)]
-    assert_close(outs[1], outs[0], rtol=0, atol=0)
+def test_straight_through_moves_gradients_in_training_and_nothing_else() -> None:
+    published = ThresholdRelativeAttention(64, 4, 2).double()
+    aided = ThresholdRelativeAttention(64, 4, 2, straight_through=0.5).double()
+    aided.load_state_dict(published.state_dict())
+    x, upstream = torch.randn(2, 2, 21, 64, dtype=torch.float64).unbind()
+    context = Context(key_mask=torch.rand(2, 21) < 0.8, segment_ids=torch.arange(21).expand(2, 21) // 8)
+    outs = [module.train()(x, context) for module in (published, aided)]
+    assert_close(outs[1], outs[0])
     for out in outs:
         (out * upstream).sum().backward()
-    for name in ("query", "key", "value", "gate"):
-        plain, both, unthresholded = (getattr(module, name).weight.grad for module in (published, leaking, whole))
-        assert_close(both, plain + 0.3 * unthresholded)
-    assert_close(leaking.eval()(x), published(x), rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"leak must be at least 0, got -1\.0"):
-        ThresholdRelativeAttention(64, 4, leak=-1.0)
+    for name, alike in (("value", True), ("gate", True), ("query", False), ("key", False)):
+        mine, theirs = (getattr(module, name).weight.grad for module in (aided, published))
+        assert torch.allclose(mine, theirs) == alike
+    assert torch.equal(aided.eval()(x, context), published.eval()(x, context))
+    assert torch.equal(aided.train().weights(x), published.weights(x))
+    with pytest.raises(ValueError, match=r"straight_through must be a temperature of at least 0, got -1\.0"):
+        ThresholdRelativeAttention(64, 4, straight_through=-1.0)
 
 
 # Without QK-norm the score bound comes from the norms of all keys, which the cache keeps.

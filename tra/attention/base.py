@@ -115,9 +115,6 @@ class Attention(nn.Module, ABC):
         """``[B, heads, L]`` in (0, 1): the learned gate that each head reads at each token, None without one."""
         return None
 
-    def train_from(self, share: float) -> None:
-        """Be told before each training step how much of the training is done, in [0, 1): for aids that fade."""
-
     def weights(self, x: Tensor, context: Context | None = None) -> Tensor:
         """The attention matrix ``[B, Hq, L, cached + L]``, always exact; the cache is left as it is."""
         context = self._fitting(x, context)

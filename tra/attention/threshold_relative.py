@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tra.attention.base import Attention, Context
+from tra.attention.dense import dense_mix, dense_scores
 from tra.attention.gate import GatedAttention
+from tra.attention.straight_through import straight_through_weights
 from tra.lookup import lookup
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS
@@ -53,10 +55,6 @@ class OperatorAttention(Attention):
     def log_gate(self, x: Tensor) -> Tensor:
         """``[B, Hq, L]``, never positive: what a step of distance costs each query."""
 
-    def current_threshold(self) -> float:
-        """What a score must exceed in this call: the threshold itself, but for an aid to training."""
-        return self.threshold
-
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         rule, log_gate = self.rule(context), self.log_gate(x)
         norm = None
@@ -75,7 +73,7 @@ class OperatorAttention(Attention):
         return {
             "key_mask": context.key_mask,
             "segment_ids": context.segment_ids,
-            "threshold": self.threshold if context.exact else self.current_threshold(),
+            "threshold": self.threshold,
             "dropout": self.active_dropout(context),
             # A key that an early stop leaves out would look as if it had not passed the threshold.
             "tolerance": 0.0 if context.exact else self.tolerance,
@@ -132,10 +130,9 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
 
     Args:
         threshold: a key is kept when its score is greater.
-        threshold_rise: an aid to training, ours: the share of the steps over which the threshold rises to that from
-            -sqrt(D), which keeps nearly all keys. In evaluation mode it is the threshold always.
-        leak: an aid to training, ours: how much of the gradient of the same attention without a threshold is added, so
-            that keys that are left out learn too. What is computed stays the same.
+        straight_through: an aid to training, ours: the temperature of the sigmoid through which the gradient passes the
+            threshold, so that keys that are left out learn too; 0.5 does well. What is computed stays the same, and in
+            training takes memory for the whole matrix of weights. 0 is the published rule, which stops that gradient.
 
     Example:
         >>> attention = ThresholdRelativeAttention(width=64, heads=4)
@@ -150,39 +147,22 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
         kv_heads: int | None = None,
         *,
         threshold: float = 0.0,
-        threshold_rise: float = 0.0,
-        leak: float = 0.0,
+        straight_through: float = 0.0,
         **shared: Any,
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
-        if not 0.0 <= threshold_rise <= 1.0:
-            raise ValueError(f"threshold_rise must be a share of the steps in [0, 1], got {threshold_rise!r}")
-        if not leak >= 0.0:
-            raise ValueError(f"leak must be at least 0, got {leak!r}")
-        self.threshold, self.threshold_rise, self.leak = threshold, threshold_rise, leak
-        self.risen = 1.0
-        """How much of the rise is done."""
-
-    def train_from(self, share: float) -> None:
-        self.risen = min(1.0, share / self.threshold_rise) if self.threshold_rise > 0.0 else 1.0
-
-    def current_threshold(self) -> float:
-        if not self.training or self.risen == 1.0:
-            return self.threshold
-        lowest = min(self.threshold, -math.sqrt(self.head_width))
-        return lowest + self.risen * (self.threshold - lowest)
+        if not 0.0 <= straight_through < math.inf:
+            raise ValueError(f"straight_through must be a temperature of at least 0, got {straight_through!r}")
+        self.threshold, self.straight_through = threshold, straight_through
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        out = super().attend(x, query, key, value, context)
-        if self.leak == 0.0 or not self.training or context.exact:
-            return out
-        whole = threshold_relative_attention(
-            query,
-            key,
-            value,
+        if self.straight_through == 0.0 or not self.training or context.exact or context.cache is not None:
+            return super().attend(x, query, key, value, context)
+        weights = straight_through_weights(
+            dense_scores(query, key, context),
             self.log_gate(x),
-            key_mask=context.key_mask,
-            segment_ids=context.segment_ids,
-            threshold=KEEPS_ALL,
+            context.visible(query, key),
+            self.threshold,
+            self.straight_through,
         )
-        return out + self.leak * (whole - whole.detach())
+        return dense_mix(weights, value, self.active_dropout(context))

@@ -14,7 +14,7 @@ AIDS = Experiment(
         "tra",
         *(
             Row("tra", options)
-            for options in ({"threshold_rise": 0.2}, {"gate_bias": 3.0}, {"gate_spread": True}, {"leak": 0.3})
+            for options in ({"straight_through": 0.5}, {"gate_bias": 3.0}, {"gate_spread": True})
         ),
     ),
     seeds=5,

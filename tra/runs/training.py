@@ -154,7 +154,6 @@ class _Trainer:
         recipe, accelerator = self.recipe, self.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(step)
-        self.model.train_from(step / recipe.steps)
         # Dropout depends on the step alone, not on what was drawn before it: nothing to save, nothing to restore.
         torch.manual_seed(seed_of("dropout", recipe.seed, step, accelerator.process_index))
         total = torch.zeros((), device=accelerator.device)

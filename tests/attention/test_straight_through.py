@@ -1,0 +1,77 @@
+"""The gradient through the threshold: against differences, with membership as a number that can be moved."""
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.ops.oracle import loop_attention
+from tra.attention.straight_through import straight_through_weights
+
+LENGTH, TEMPERATURE, THRESHOLD = 11, 0.7, 0.2
+
+
+def relaxed(scores: Tensor, log_gate: Tensor, member: Tensor, kept: Tensor) -> Tensor:
+    """The paper's weights of one head, row by row, where membership need not be 0 or 1."""
+    rows = []
+    for i in range(LENGTH):
+        weights = []
+        for j in range(i + 1):
+            count = member[i, j : i + 1].sum() + (0 if kept[i, j] else 1)
+            weights.append(member[i, j] * torch.exp(scores[i, j] + log_gate[i] * count))
+        total = torch.stack(weights).sum()
+        rows.append(torch.stack([*weights, *[torch.zeros_like(total)] * (LENGTH - i - 1)]) / total)
+    return torch.stack(rows)
+
+
+def test_the_gradient_is_that_of_membership_moved_by_a_sigmoid() -> None:
+    scores = torch.randn(LENGTH, LENGTH, dtype=torch.float64)
+    scores.diagonal().abs_().add_(THRESHOLD)  # every query keeps a key
+    log_gate = -torch.rand(LENGTH, dtype=torch.float64)
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    upstream = torch.randn(LENGTH, LENGTH, dtype=torch.float64)
+    kept = (scores > THRESHOLD) & visible
+    assert 20 < kept.sum() < visible.sum() - 20
+
+    def loss(scores: Tensor, log_gate: Tensor, member: Tensor) -> float:
+        return float((relaxed(scores, log_gate, member, kept) * upstream).sum())
+
+    def differences(inputs: list[Tensor], place: int, step: float = 1e-6) -> Tensor:
+        found = torch.zeros_like(inputs[place])
+        for index in range(found.numel()):
+            ends = []
+            for sign in (1, -1):
+                moved = [x.clone() for x in inputs]
+                moved[place].view(-1)[index] += sign * step
+                ends.append(loss(*moved))
+            found.view(-1)[index] = (ends[0] - ends[1]) / (2 * step)
+        return found
+
+    inputs = [scores, log_gate, kept.double()]
+    by_score, by_gate, by_member = (differences(inputs, place) for place in range(3))
+    sigmoid = torch.sigmoid((scores - THRESHOLD) / TEMPERATURE)
+    expected = by_score + by_member * sigmoid * (1 - sigmoid) / TEMPERATURE
+
+    leaves = [x.clone()[None, None].requires_grad_() for x in (scores, log_gate)]
+    weights = straight_through_weights(*leaves, visible, THRESHOLD, TEMPERATURE)
+    assert_close(weights[0, 0].detach(), relaxed(*inputs, kept))
+    (weights * upstream).sum().backward()
+    grads = [leaf.grad[0, 0] for leaf in leaves if leaf.grad is not None]
+    assert_close(grads[0], expected.masked_fill(~visible, 0.0), rtol=1e-5, atol=1e-7)
+    assert_close(grads[1], by_gate, rtol=1e-5, atol=1e-7)
+    assert grads[0][visible & ~kept].abs().min() > 0  # where the published rule has no gradient at all
+
+
+def test_the_weights_are_those_of_the_paper() -> None:
+    """Large scores, queries that keep nothing, and keys that nobody may see among them."""
+    query, key = (9.0 * torch.randn(2, 1, 2, 23, 8, dtype=torch.float64)).unbind()
+    log_gate = -torch.rand(1, 2, 23, dtype=torch.float64)
+    mask = torch.rand(1, 23) < 0.7
+    mask[:, :3] = False
+    scores = query @ key.mT / 8**0.5
+    visible = torch.ones(23, 23, dtype=torch.bool).tril() & mask
+    weights = straight_through_weights(scores.requires_grad_(), log_gate, visible, 0.0, TEMPERATURE)
+    value = torch.eye(23, dtype=torch.float64).expand(1, 2, 23, 23)
+    assert_close(weights.detach(), loop_attention(query, key, value, log_gate, key_mask=mask))
+    weights.square().sum().backward()
+    assert scores.grad is not None and scores.grad.isfinite().all()
+    assert (scores.grad[..., ~visible] == 0).all()
