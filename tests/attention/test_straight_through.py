@@ -73,5 +73,6 @@ def test_the_weights_are_those_of_the_paper() -> None:
     value = torch.eye(23, dtype=torch.float64).expand(1, 2, 23, 23)
     assert_close(weights.detach(), loop_attention(query, key, value, log_gate, key_mask=mask))
     weights.square().sum().backward()
-    assert scores.grad is not None and scores.grad.isfinite().all()
+    assert scores.grad is not None
+    assert scores.grad.isfinite().all()
     assert (scores.grad[..., ~visible] == 0).all()

@@ -44,6 +44,9 @@ class Reproduce(Common):
     """Formats of figures: png, svg, pdf."""
     style: str | None = None
     """A style sheet of matplotlib, by name or path."""
+    join: tuple[Path, ...] = ()
+    """Files results.json of the same experiment from machines that do not share the folder, to be shown with the runs
+    that are here."""
     cluster: str | None = None
     """Run every run as a job, through submitit: slurm, or local to try it."""
     cluster_options: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +81,7 @@ def run(arguments: list[str]) -> int:
         cluster_options=options.cluster_options,
         formats=options.figures,
         style=options.style,
+        join=options.join,
         command=command,
     )
     with on_console(quiet=options.json):

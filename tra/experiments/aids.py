@@ -12,10 +12,7 @@ AIDS = Experiment(
     },
     rows=(
         "tra",
-        *(
-            Row("tra", options)
-            for options in ({"straight_through": 0.5}, {"gate_bias": 3.0}, {"gate_spread": True})
-        ),
+        *(Row("tra", options) for options in ({"straight_through": 0.5}, {"gate_bias": 3.0}, {"gate_spread": True})),
     ),
     seeds=5,
     tuning=TABLE1.tuning,

@@ -15,6 +15,7 @@ from tra.errors import RunError
 from tra.experiments.base import Cell, Experiment, Outcome, outcome_of
 from tra.experiments.cluster import CLUSTERS, run_on_cluster
 from tra.experiments.grid import run_all
+from tra.experiments.joining import all_records, all_rounds, joined_results
 from tra.experiments.reporting import final_report, live_report, write_report
 from tra.experiments.tuning import Losses, Search, chosen_settings, tuning_evidence, tuning_losses, tuning_tables
 from tra.files import write_json, write_text
@@ -49,6 +50,8 @@ class Request:
     formats: Sequence[str] = ("png",)
     style: str | None = None
     """A style sheet of matplotlib, by name or path."""
+    join: Sequence[Path] = ()
+    """Files with results of the same experiment from elsewhere, to be shown with those that are here."""
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -89,6 +92,8 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
     started = time.monotonic()
     experiment = experiment.at(request.scale, request.columns)
     search, cells = wanted_runs(experiment, request)
+    rows = experiment.chosen_rows(request.attention)
+    joined_results(request.join, experiment, request.scale, rows)  # raises what is wrong before anything is trained
     request.folder.mkdir(parents=True, exist_ok=True)
     missing: list[Cell] = []
     spoilt: dict[str, str] = {}
@@ -115,7 +120,9 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
     with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         finished = _finished(cells)
         failures = {**spoilt, **_failures(cells)}
-        if not finished:
+        outcome = outcome_of(finished)
+        joined = joined_results(request.join, experiment, request.scale, rows, outcome.records)
+        if not finished and not joined.records:
             reason = next(iter(failures.values()), "")
             raise RunError(f"no run in {request.folder} is finished" + (f": {reason}" if reason else ""))
         trained = sum(cell.results() is not None for cell in missing)
@@ -125,20 +132,26 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             "seconds": round(time.monotonic() - started, 1),
             "environment": environment(),
         }
-        outcome = outcome_of(finished)
         reported = {(cell.column, cell.row) for cell in finished}  # not what is still being tuned
         chosen = {key: settings for key, settings in chosen.items() if key in reported}
+        places = [(column, row.label) for column in experiment.columns(request.scale) for row in rows]
+        records = all_records(outcome.records, joined, places)
+        outcome = replace(outcome, records=records)
+        rounds = all_rounds(search.rounds, joined, places)
         stored = request.folder / experiment.results_file
         content = {
             "runs": len(cells),
-            "finished": len(finished),
+            "finished": len({(record.column, record.row, record.seed) for record in records}),
             "failures": failures,
-            "sessions": _sessions(stored) + ([session] if trained else []),
-            "tuning": tuning_evidence(experiment, search.rounds, chosen),
-            "recipes": {column: asdict(recipe) for column, recipe in _first_recipes(cells).items()},
-            "results": [record.to_dict() for record in outcome.records],
+            "sessions": _different([*joined.sessions, *_sessions(stored), *([session] if trained else [])]),
+            "tuning": {**joined.tuning, **tuning_evidence(experiment, search.rounds, chosen)},
+            "recipes": {
+                **joined.recipes,
+                **{column: asdict(recipe) for column, recipe in _first_recipes(cells).items()},
+            },
+            "results": [record.to_dict() for record in records],
         }
-        shown = _show(experiment, outcome, tuning_tables(experiment, search.rounds), request)
+        shown = _show(experiment, outcome, tuning_tables(experiment, rounds), request)
         write_json(stored, content)
         report = final_report(experiment, request.folder, cells, content, shown.tables, shown.figures)
         write_report(request.folder / experiment.report_file, report)
@@ -225,6 +238,11 @@ def _sessions(results: Path) -> list[dict[str, Any]]:
         return json.loads(results.read_text(encoding="utf-8"))["sessions"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def _different(sessions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each once: what was joined before is in the file that is written anew."""
+    return [session for place, session in enumerate(sessions) if session not in sessions[:place]]
 
 
 def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
