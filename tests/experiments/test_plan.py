@@ -118,7 +118,7 @@ def test_the_paper_can_be_planned(tmp_path: Path) -> None:
     assert table.rows[6][4] == f"{20_000 * 64 * 512:,}"
     table = FIGURE2.plan(Request(tmp_path / "out", "paper"))
     reported = [row for row in table.rows if "tuning" not in row[0]][:-1]
-    assert [(row[1], row[2]) for row in reported] == [(row, "4") for row in FIGURE2.rows]
+    assert [(row[1], row[2]) for row in reported] == [(row.label, "4") for row in FIGURE2.chosen_rows(())]
     recipe = FIGURE2.scales["paper"]["wikitext103"]()
     assert table.rows[0][3] == f"{sum(weight.numel() for weight in Decoder(recipe.model).parameters()):,}"
     assert reported[0][4] == f"{recipe.steps * recipe.batch * recipe.build_task().tokens_in(recipe.length):,}"

@@ -78,7 +78,8 @@ def all_records(here: Sequence[Record], joined: Joined, places: Sequence[tuple[s
 
 def all_rounds(here: Sequence[Losses], joined: Joined, places: Sequence[tuple[str, str]]) -> list[Losses]:
     """The losses of each round of tuning, likewise."""
-    both = [{**theirs, **ours} for ours, theirs in zip_longest(here, joined.rounds, fillvalue={})]
+    nothing: Losses = {}
+    both = [{**theirs, **ours} for ours, theirs in zip_longest(here, joined.rounds, fillvalue=nothing)]
     return [{place: losses[place] for place in places if place in losses} for losses in both]
 
 
