@@ -84,7 +84,8 @@ def continued(
     """The tokens ``[B]`` that follow ``tokens [B, L]``, one step after another.
 
     Args:
-        read: what gives the scores; it remembers what it has read, so a second turn continues the first.
+        read: what gives the scores; it remembers what it has read, so a second turn continues the first. It has not
+            read the last token given, with which the second begins, and has read what fills rows that ended early.
         tokens: what is continued.
         new: how many steps at most.
         sampling: how tokens are chosen.
@@ -99,14 +100,16 @@ def continued(
         key_mask = None  # which is faster
     running = torch.ones(batch, dtype=torch.bool, device=tokens.device)
     last = torch.tensor(list(end), device=tokens.device)
+    fill = next(iter(end), None) if pad is None else pad
     for step in range(new):
         scores = read(tokens, key_mask).float()
         check_finite(scores, length + step + 1)
-        if pad is not None and pad >= scores.shape[1]:
-            raise ValueError(f"pad must be less than the vocabulary of {scores.shape[1]}, got {pad}")
+        if fill is not None and fill >= scores.shape[1]:
+            name = "the first of end" if pad is None else "pad"
+            raise ValueError(f"{name} must be less than the vocabulary of {scores.shape[1]}, got {fill}")
         chosen = sampling.choose(scores, generator).to(tokens.dtype)
-        if len(last):
-            chosen = chosen.where(running, last[0] if pad is None else pad).to(tokens.dtype)
+        if fill is not None:
+            chosen = chosen.where(running, fill)
             running = running & ~torch.isin(chosen, last)
         yield chosen
         if len(last) and not running.any():

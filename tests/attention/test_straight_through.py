@@ -61,6 +61,23 @@ def test_the_gradient_is_that_of_membership_moved_by_a_sigmoid() -> None:
     assert grads[0][visible & ~kept].abs().min() > 0  # where the published rule has no gradient at all
 
 
+def test_a_query_that_keeps_nothing_learns_what_each_key_would_bring() -> None:
+    """Its weights are 0; the first key to be kept would have all the weight, less what lies behind nearer ones."""
+    scores = -torch.rand(1, 1, 1, 5, dtype=torch.float64) - 0.1
+    scores[0, 0, 0, 2] = -0.05  # the largest
+    log_gate = torch.full((1, 1, 1), -0.3, dtype=torch.float64)
+    visible = torch.ones(1, 5, dtype=torch.bool)
+    leaf = scores.clone().requires_grad_()
+    weights = straight_through_weights(leaf, log_gate, visible, 0.0, TEMPERATURE)
+    assert (weights == 0).all()
+    upstream = torch.randn(5, dtype=torch.float64)
+    (weights * upstream).sum().backward()
+    sigmoid = torch.sigmoid(scores / TEMPERATURE)
+    expected = upstream * (scores + 0.05).exp() * sigmoid * (1 - sigmoid) / TEMPERATURE
+    assert_close(leaf.grad, expected)
+    assert (expected != 0).all()
+
+
 def test_the_weights_are_those_of_the_paper() -> None:
     """Large scores, queries that keep nothing, and keys that nobody may see among them."""
     query, key = (9.0 * torch.randn(2, 1, 2, 23, 8, dtype=torch.float64)).unbind()

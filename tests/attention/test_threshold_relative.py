@@ -95,9 +95,28 @@ def test_straight_through_moves_gradients_in_training_and_nothing_else() -> None
         mine, theirs = (getattr(module, name).weight.grad for module in (aided, published))
         assert torch.allclose(mine, theirs) == alike
     assert torch.equal(aided.eval()(x, context), published.eval()(x, context))
-    assert torch.equal(aided.train().weights(x), published.weights(x))
+    assert_close(aided.train().weights(x), published.weights(x))
+    assert aided(x[:, :0]).shape == (2, 0, 64)
     with pytest.raises(ValueError, match=r"straight_through must be a temperature of at least 0, got -1\.0"):
         ThresholdRelativeAttention(64, 4, straight_through=-1.0)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_straight_through_gradients_are_the_same_with_a_cache_and_when_somebody_looks(qk_norm: bool) -> None:
+    module = ThresholdRelativeAttention(32, 4, straight_through=0.5, qk_norm=qk_norm).double().train()
+    x = torch.randn(2, 15, 32, dtype=torch.float64)
+    upstream = torch.randn(2, 15, 32, dtype=torch.float64)
+
+    def gradient(context: Context) -> torch.Tensor:
+        (found,) = torch.autograd.grad((module(x, context) * upstream).sum(), module.query.weight)
+        return found
+
+    expected, terms = gradient(Context()), []
+    assert_close(gradient(Context(cache=Cache())), expected)
+    assert_close(gradient(Context(weights=[], terms=terms)), expected)
+    assert {(term.threshold, term.log_gate is None) for term in terms} == {(0.0, False)}
+    module.straight_through = 0.0
+    assert not torch.allclose(gradient(Context()), expected)
 
 
 # Without QK-norm the score bound comes from the norms of all keys, which the cache keeps.

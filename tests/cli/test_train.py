@@ -44,7 +44,7 @@ def test_help_names_every_recipe(capsys: Captured) -> None:
 def test_help_of_a_recipe_shows_what_it_says(capsys: Captured) -> None:
     shown = help_of(["train", "copy-unique-small"], capsys)
     assert "--learning-rate FLOAT (default: 0.001)" in shown
-    assert "alphabet=100" in shown
+    assert "alphabet=40" in shown
     assert "--model.options is short for --model.attention-options" in shown
 
 
@@ -72,11 +72,11 @@ def test_options_of_the_mechanism(option: str, words: str, monkeypatch: pytest.M
 def test_options_of_the_task_go_over_those_of_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     usual = build_recipe("copy-unique-small")
     recipe = recipe_of(["copy-unique-small", "--task-options", "mixed=false"], monkeypatch, capsys)
-    assert recipe == replace(usual, task_options={"alphabet": 100, "mixed": False})
-    arguments = ["copy-unique-small", "--task-options", "alphabet=60", "--length", "5"]
+    assert recipe == replace(usual, task_options={"alphabet": 40, "mixed": False})
+    arguments = ["copy-unique-small", "--task-options", "alphabet=30", "--length", "5"]
     recipe = recipe_of(arguments, monkeypatch, capsys)
-    assert recipe.task_options == {"alphabet": 60}
-    assert [entry.length for entry in recipe.evaluations] == [5, 10, 20, 40], "as many times the training length"
+    assert recipe.task_options == {"alphabet": 30}
+    assert [entry.length for entry in recipe.evaluations] == [5, 10, 15, 20], "as many times the training length"
     wider = ["copy-unique-small", "--task-options", "alphabet=200", "--model.vocabulary", "204"]
     assert recipe_of(wider, monkeypatch, capsys).task_options == {"alphabet": 200}
 
@@ -93,7 +93,7 @@ def test_options_of_the_recipes_own_mechanism_are_kept(monkeypatch: pytest.Monke
 
 def test_another_task_keeps_the_options_that_it_has(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     recipe = recipe_of(["copy-unique-small", "--task", "copy_repeat"], monkeypatch, capsys)
-    assert (recipe.task, recipe.task_options) == ("copy_repeat", {"alphabet": 100})
+    assert (recipe.task, recipe.task_options) == ("copy_repeat", {"alphabet": 40})
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_another_task_keeps_the_options_that_it_has(monkeypatch: pytest.MonkeyPa
         ),
         (
             "copy-unique-small --task-options alphabet=199",
-            "model.vocabulary must be at least 203 for copy_unique, got 104",
+            "model.vocabulary must be at least 203 for copy_unique, got 44",
         ),
         ("flip-flop-small --stepps 3", "--stepps is no option of tra train flip-flop-small; did you mean --steps?"),
         ("flip-flop-small --lr 3", "--lr is no option of tra train flip-flop-small; did you mean --learning-rate?"),

@@ -1,14 +1,21 @@
 """Results from machines that share no folder, shown as those of one."""
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.experiments.small import content_of, files_below, flip_flop, of_flip_flop, sets
-from tra.experiments import Experiment, Request, Tuning
+from tra.errors import RunError
+from tra.experiments import Experiment, Request, Tuning, sweep
 from tra.experiments.base import Cell
+from tra.experiments.cost import COST
+from tra.experiments.demo import DEMO
+from tra.experiments.figure1 import FIGURE1
 from tra.recipes import Recipe
 
 
@@ -54,26 +61,118 @@ def test_parts_of_an_experiment_make_the_tables_of_the_whole(tmp_path: Path) -> 
     assert (none / "table.md").read_text() == (whole / "table.md").read_text()
 
 
-def test_results_of_something_else_are_refused_before_anything_is_trained(
-    tmp_path: Path, run_here: list[list[Cell]]
-) -> None:
+@pytest.fixture
+def stored(tmp_path: Path, run_here: list[list[Cell]]) -> Path:
+    """Of TRA and RoPE with one seed."""
     of_flip_flop().perform(Request(tmp_path / "one", "smoke"))
+    run_here.clear()
+    return tmp_path / "one" / "results.json"
+
+
+def changed(stored: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    content = json.loads(stored.read_text())
+    change(content)
+    path = stored.with_name("changed.json")
+    path.write_text(json.dumps(content))
+    return path
+
+
+def longer(attention: str = "tra") -> Recipe:
+    return replace(flip_flop(attention), steps=5)
+
+
+REFUSED: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
+    "other steps": (
+        of_flip_flop(scales={"smoke": {"flip_flop": longer}}),
+        lambda content: None,
+        "steps of flip_flop is 4 there and 5 here",
+    ),
+    "other column": (
+        of_flip_flop(scales={"smoke": {"another": flip_flop}}),
+        lambda content: None,
+        "it has none of the columns, rows and seeds",
+    ),
+    "other rate": (
+        of_flip_flop(),
+        lambda content: content["results"][-1].update(learning_rate=0.5),
+        "learning_rate of flip_flop rope is 0.5 there and 0.001 here",
+    ),
+    "other options": (
+        of_flip_flop(),
+        lambda content: content["results"][0]["options"].update(threshold=3.0),
+        "threshold of flip_flop tra is 3.0 there and None here",
+    ),
+    "damaged": (of_flip_flop(), lambda content: content["results"][0].pop("attention"), "it has no 'attention'"),
+    "not tuned": (of_flip_flop(tuning=TUNED.tuning), lambda content: None, "it has no 'flip_flop tra'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_results_of_something_else_are_refused_before_anything_is_trained(
+    name: str, tmp_path: Path, stored: Path, run_here: list[list[Cell]]
+) -> None:
+    experiment, change, reason = REFUSED[name]
+    path = changed(stored, change)
+    with pytest.raises(ValueError, match=f"join must name results of this experiment, but .* differs: {reason}"):
+        experiment.perform(Request(tmp_path / "two", "smoke", join=[path]))
+    with pytest.raises(ValueError, match=r"missing\.json differs: .*No such file"):
+        experiment.perform(Request(tmp_path / "two", "smoke", join=[tmp_path / "missing.json"]))
+    assert run_here == []
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_run_that_failed_elsewhere_is_not_forgotten(tmp_path: Path, stored: Path) -> None:
+    def fail(content: dict[str, Any]) -> None:
+        content["results"] = [entry for entry in content["results"] if entry["attention"] != "rope"]
+        content["failures"] = {"flip_flop rope seed 0": "it diverged", "flip_flop cope seed 0": "not asked for"}
+
+    request = Request(tmp_path / "two", "smoke", train=False, join=[changed(stored, fail)])
+    outcome = of_flip_flop().perform(request)
+    assert outcome.failures == {"flip_flop rope seed 0": "it diverged"}
+    assert outcome.content["finished"] == 1
+    outcome = of_flip_flop().perform(replace(request, join=[*request.join, stored]))
+    assert outcome.failures == {}
+
+
+@pytest.mark.usefixtures("run_here")
+def test_rows_of_different_lengths_keep_their_own_and_more_seeds_than_asked_for_are_left_out(tmp_path: Path) -> None:
+    experiment = of_flip_flop(rows=sweep(["tra"], {"length": (8, 16)}), seeds=2)
+    whole = experiment.perform(Request(tmp_path / "one", "smoke", seeds=1))
+    experiment.perform(Request(tmp_path / "one", "smoke"))
+    joined = Request(tmp_path / "two", "smoke", seeds=1, train=False, join=[tmp_path / "one" / "results.json"])
+    again = experiment.perform(joined)
+    assert [record.trained for record in again.records] == [8, 8, 16, 16]
+    assert (again.content["runs"], again.content["finished"]) == (2, 2)
+    assert again.shown == whole.shown
+
+
+@pytest.mark.usefixtures("run_here")
+def test_tunings_that_chose_differently_are_not_averaged(tmp_path: Path) -> None:
+    TUNED.perform(Request(tmp_path / "one", "smoke", columns=["a"], attention=["tra"]))
     stored = tmp_path / "one" / "results.json"
 
-    def longer(attention: str = "tra") -> Recipe:
-        return replace(flip_flop(attention), steps=5)
+    def choose(content: dict[str, Any]) -> None:
+        content["tuning"]["a tra"]["chosen"]["learning_rate"] = 0.5
+        for entry in content["results"]:
+            entry.update(learning_rate=0.5, seed=1)
 
-    damaged = tmp_path / "damaged.json"
-    content = json.loads(stored.read_text())
-    del content["results"][0]["attention"]
-    damaged.write_text(json.dumps(content))
-    cases = (
-        (of_flip_flop(scales={"smoke": {"flip_flop": longer}}), stored, "steps of flip_flop is 4 there and 5 here"),
-        (of_flip_flop(), tmp_path / "missing.json", "No such file"),
-        (of_flip_flop(), damaged, "it has no 'attention'"),
+    request = Request(
+        tmp_path / "two", "smoke", seeds=2, attention=["tra"], train=False, join=[stored, changed(stored, choose)]
     )
-    for experiment, path, reason in cases:
-        with pytest.raises(ValueError, match=f"join must name results of this experiment, but .*{reason}"):
-            experiment.perform(Request(tmp_path / "two", "smoke", join=[path]))
-    assert len(run_here) == 1
-    assert not (tmp_path / "two").exists()
+    with pytest.raises(ValueError, match=r"tuning of a tra chose .*0.5.* there and .* elsewhere"):
+        TUNED.perform(request)
+
+
+@pytest.mark.usefixtures("run_here")
+def test_what_needs_a_model_says_so(tmp_path: Path) -> None:
+    for experiment in (FIGURE1, DEMO):
+        experiment.perform(Request(tmp_path / "one", "smoke"))
+        request = Request(tmp_path / "two", "smoke", train=False, join=[tmp_path / "one" / "results.json"])
+        if experiment is DEMO:
+            assert (experiment.perform(request).folder / "accuracy.png").exists()
+        else:
+            with pytest.raises(RunError, match="attention is drawn from runs that are here, and there is none"):
+                experiment.perform(request)
+        shutil.rmtree(tmp_path / "one")
+    with pytest.raises(ValueError, match="join must not be given for cost"):
+        COST.perform(Request(tmp_path / "cost", "smoke", join=[tmp_path / "results.json"]))

@@ -37,6 +37,22 @@ def test_a_saved_model_keeps_its_options(attention: str, options: dict[str, Any]
     assert not torch.equal(plain(tokens).logits, model(tokens).logits), "the options mean something"
 
 
+def test_gradients_pass_the_threshold_however_the_model_is_called() -> None:
+    """With the cache that a call makes by itself, without it, and with weights returned."""
+    model, tokens = build("tra", attention_options={"straight_through": 0.5}).train(), prompt(length=30)
+    projection = model.model.decoder.blocks[0].attention.query.weight
+
+    def gradient(**kwargs: Any) -> torch.Tensor:
+        return torch.autograd.grad(model(tokens, labels=tokens, **kwargs).loss, projection)[0]
+
+    expected = gradient(use_cache=False)
+    for kwargs in ({"use_cache": True}, {}, {"output_attentions": True}):
+        torch.testing.assert_close(gradient(**kwargs), expected, rtol=1e-4, atol=1e-6)
+    for block in model.model.decoder.blocks:
+        block.attention.straight_through = 0.0
+    assert not torch.allclose(gradient(), expected, rtol=1e-2, atol=1e-6)
+
+
 def test_a_config_with_options_survives_its_file(tmp_path: Path) -> None:
     saved = config("rope", attention_options={"theta": 100})
     saved.save_pretrained(tmp_path)

@@ -25,8 +25,8 @@ def straight_through_weights(
     kept = (scores > threshold) & visible
     soft = torch.sigmoid((scores - threshold) / temperature).masked_fill(~visible, 0.0)
     member = kept + (soft - soft.detach())  # 0 or 1
-    # The distance of a key that is left out is what it would be if it were kept.
-    logits = scores + log_gate.to(scores.dtype)[..., None] * (sum_from_right(member) + ~kept)
+    # The distance less one, which softmax does not notice; of a key that is left out, as if it were kept.
+    logits = scores + log_gate.to(scores.dtype)[..., None] * (sum_from_right(member) - kept.to(scores.dtype))
     # No key that is left out has a larger logit than the nearest kept one, so that no exponential exceeds 1.
     logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     weights = member * (logits - logits.detach().amax(-1, keepdim=True)).exp()

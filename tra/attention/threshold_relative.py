@@ -57,16 +57,20 @@ class OperatorAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         rule, log_gate = self.rule(context), self.log_gate(x)
-        norm = None
-        if self.qk_norm or context.cache is None or key.device.type != "cpu":
-            key, value = context.remember(key, value)
-        else:
-            key, value, norm = context.remember(key, value, key_norms(key))
+        key, value, norm = self.remembered(key, value, context)
         context.note(query, key, 1 / math.sqrt(self.head_width), None, self.threshold, log_gate)
         several = query.shape[2] > 1 or key.shape[2] < LONG
         if norm is None or several or context.exact or rule["dropout"] > 0.0 or is_compiling():
             return threshold_relative_attention(query, key, value, log_gate, **rule)
         return attend_one_by_one(query, key, value, log_gate, norm, rule)
+
+    def remembered(self, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of all tokens, and the norms of keys where they are kept to bound a new token's scores."""
+        if self.qk_norm or context.cache is None or key.device.type != "cpu":
+            key, value = context.remember(key, value)
+            return key, value, None
+        key, value, norm = context.remember(key, value, key_norms(key))
+        return key, value, norm
 
     def rule(self, context: Context) -> dict[str, Any]:
         """What the operator is told beside its tensors."""
@@ -156,13 +160,12 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
         self.threshold, self.straight_through = threshold, straight_through
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        if self.straight_through == 0.0 or not self.training or context.exact or context.cache is not None:
+        if self.straight_through == 0.0 or not (self.training and torch.is_grad_enabled()) or x.shape[1] == 0:
             return super().attend(x, query, key, value, context)
-        weights = straight_through_weights(
-            dense_scores(query, key, context),
-            self.log_gate(x),
-            context.visible(query, key),
-            self.threshold,
-            self.straight_through,
-        )
+        log_gate = self.log_gate(x)
+        key, value, _ = self.remembered(key, value, context)
+        context.note(query, key, 1 / math.sqrt(self.head_width), None, self.threshold, log_gate)
+        scores = dense_scores(query, key, context._replace(terms=None))
+        visible = context.visible(query, key)
+        weights = straight_through_weights(scores, log_gate, visible, self.threshold, self.straight_through)
         return dense_mix(weights, value, self.active_dropout(context))

@@ -1,6 +1,7 @@
 """The contract of an experiment: which runs there are, and how they are shown."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -118,7 +119,7 @@ class Tuning:
             raise ValueError("seeds must name at least one seed to tune on, got none")
         if not self.rounds or not all(0.0 < share <= 1.0 and (n is None or n > 0) for share, n in self.rounds):
             raise ValueError(f"rounds must each have a share of the steps and a number of choices, got {self.rounds!r}")
-        if self.tolerance < 0.0 or (self.tolerance and self.extended is None):
+        if not 0.0 <= self.tolerance < math.inf or (self.tolerance and self.extended is None):
             raise ValueError(f"tolerance must be at least 0, and 0 without extended, got {self.tolerance}")
         if self.extended is not None:
             values = lookup(self.grid, self.extended, "extended")

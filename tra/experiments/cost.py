@@ -116,7 +116,7 @@ COST = Cost()
 def _asked(request: Request) -> tuple[tuple[Step, ...], list[str]]:
     """The steps and mechanisms of a request, or a ValueError that names what it should not have or does not exist."""
     steps = lookup(SCALES, request.scale, "scale")
-    for name, usual in (("seeds", None), ("jobs", 1), ("shard", (1, 1)), ("cluster", None)):
+    for name, usual in (("seeds", None), ("jobs", 1), ("shard", (1, 1)), ("cluster", None), ("join", ())):
         given = getattr(request, name)
         if given != usual:
             shown = "/".join(map(str, given)) if isinstance(given, tuple) else given

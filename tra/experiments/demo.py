@@ -28,11 +28,11 @@ def _tables(outcome: Outcome) -> list[Table]:
 
 
 def _figures(outcome: Outcome) -> dict[str, Figure]:
+    figures = {"accuracy": measure_by_length(outcome.records)}
     first = [cell for cell in outcome.cells if cell.row == outcome.cells[0].row]
-    return {
-        "accuracy": measure_by_length(outcome.records),
-        "attention": heatmaps(Outcome(first, outcome.records), HEATMAP_TOKENS),
-    }
+    if first:
+        figures["attention"] = heatmaps(Outcome(first, outcome.records), HEATMAP_TOKENS)
+    return figures
 
 
 DEMO = Experiment(

@@ -3,6 +3,7 @@
 import torch
 from matplotlib.figure import Figure
 
+from tra.errors import RunError
 from tra.experiments.base import Experiment, Outcome
 from tra.experiments.table1 import TABLE1
 from tra.report.figures import attention_heatmap
@@ -13,6 +14,8 @@ TOKENS = 32
 @torch.inference_mode()
 def heatmaps(outcome: Outcome, length: int = TOKENS) -> Figure:
     """The weights of each row's first finished run, all on one sequence."""
+    if not outcome.cells:
+        raise RunError("attention is drawn from runs that are here, and there is none")
     weights: dict[str, list[torch.Tensor]] = {}
     symbols: list[str] = []
     for cell in outcome.cells:

@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from tra.errors import RunError
 from tra.experiments.base import Experiment, Outcome
 from tra.experiments.figure2 import FIGURE2
 from tra.report.figures import attention_heatmap
@@ -33,6 +34,8 @@ def _inspected(folder: Path) -> tuple[list[Head], list[Tensor], list[str]]:
 
 
 def _tables(outcome: Outcome) -> list[Table]:
+    if not outcome.cells:
+        raise RunError("heads are those of a run that is here, and there is none")
     return [heads_table(_inspected(outcome.cells[0].folder)[0])]
 
 

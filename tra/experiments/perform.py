@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from tra.errors import RunError
 from tra.experiments.base import Cell, Experiment, Outcome, outcome_of
 from tra.experiments.cluster import CLUSTERS, run_on_cluster
 from tra.experiments.grid import run_all
-from tra.experiments.joining import all_records, all_rounds, joined_results
+from tra.experiments.joining import all_records, all_rounds, check_same_choice, joined_results
 from tra.experiments.reporting import final_report, live_report, write_report
 from tra.experiments.tuning import Losses, Search, chosen_settings, tuning_evidence, tuning_losses, tuning_tables
 from tra.files import write_json, write_text
@@ -92,8 +92,8 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
     started = time.monotonic()
     experiment = experiment.at(request.scale, request.columns)
     search, cells = wanted_runs(experiment, request)
-    rows = experiment.chosen_rows(request.attention)
-    joined_results(request.join, experiment, request.scale, rows)  # raises what is wrong before anything is trained
+    rows, seeds = experiment.chosen_rows(request.attention), request.seeds or experiment.seeds
+    joined_results(request.join, experiment, request.scale, rows, seeds)  # raises what is wrong, before training
     request.folder.mkdir(parents=True, exist_ok=True)
     missing: list[Cell] = []
     spoilt: dict[str, str] = {}
@@ -119,9 +119,9 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
     missing += _missing(cells, request, experiment.report_file)
     with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         finished = _finished(cells)
-        failures = {**spoilt, **_failures(cells)}
         outcome = outcome_of(finished)
-        joined = joined_results(request.join, experiment, request.scale, rows, outcome.records)
+        joined = joined_results(request.join, experiment, request.scale, rows, seeds, outcome.records)
+        failures = {**joined.failures, **spoilt, **_failures(cells)}
         if not finished and not joined.records:
             reason = next(iter(failures.values()), "")
             raise RunError(f"no run in {request.folder} is finished" + (f": {reason}" if reason else ""))
@@ -138,17 +138,17 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         records = all_records(outcome.records, joined, places)
         outcome = replace(outcome, records=records)
         rounds = all_rounds(search.rounds, joined, places)
+        evidence = tuning_evidence(experiment, search.rounds, chosen)
+        for place, of_place in joined.tuning.items():
+            check_same_choice(evidence.setdefault(" ".join(place), of_place), of_place, place)
         stored = request.folder / experiment.results_file
         content = {
             "runs": len(cells),
             "finished": len({(record.column, record.row, record.seed) for record in records}),
             "failures": failures,
             "sessions": _different([*joined.sessions, *_sessions(stored), *([session] if trained else [])]),
-            "tuning": {**joined.tuning, **tuning_evidence(experiment, search.rounds, chosen)},
-            "recipes": {
-                **joined.recipes,
-                **{column: asdict(recipe) for column, recipe in _first_recipes(cells).items()},
-            },
+            "tuning": {label: evidence[label] for label in map(" ".join, places) if label in evidence},
+            "recipes": {**_first_recipes(cells), **joined.recipes, **_first_recipes(finished)},
             "results": [record.to_dict() for record in records],
         }
         shown = _show(experiment, outcome, tuning_tables(experiment, rounds), request)
@@ -197,12 +197,12 @@ def _failures(cells: Sequence[Cell]) -> dict[str, str]:
     }
 
 
-def _first_recipes(cells: Sequence[Cell]) -> dict[str, Recipe]:
+def _first_recipes(cells: Iterable[Cell]) -> dict[str, dict[str, Any]]:
     """Of each column, that of its first row and seed."""
     found: dict[str, Recipe] = {}
     for cell in cells:
         found.setdefault(cell.column, cell.recipe)
-    return found
+    return {column: asdict(recipe) for column, recipe in found.items()}
 
 
 def _show(experiment: Experiment, outcome: Outcome, tuning: Sequence[Table], request: Request) -> "_Shown":

@@ -175,7 +175,7 @@ def tuning_tables(experiment: Experiment, rounds: Sequence[Losses]) -> list[Tabl
     if tuning is None:
         return []
     tables = [tuning_table(losses, share) for (share, _), losses in zip(tuning.rounds, rounds, strict=False) if losses]
-    if tables and tuning.tolerance:
+    if len(tables) == len(tuning.rounds) and tuning.tolerance:
         taken = f" Taken is the lowest {tuning.extended} among losses at most {tuning.tolerance:g} above it."
         tables[-1] = replace(tables[-1], note=tables[-1].note + taken)
     return tables

@@ -42,7 +42,8 @@ def paper(task: str, attention: str = "tra") -> Recipe:
 
 def small(task: str, attention: str = "tra") -> Recipe:
     """Two cores: the mini model without dropout in bfloat16, strings of up to 8 symbols (24 tokens of recall),
-    measured at up to 8 times that. Copying has a smaller alphabet, with which it is learned in fewer steps."""
+    measured at up to 8 times that. Copying has a smaller alphabet, with which it takes fewer steps, and is measured
+    at up to 4 times."""
     sets, length = {**SETS, **OTHERS}[task], 24 if task == "recall" else 8
     copies = task.startswith("copy")
     alphabet, steps, times = (40, 1500, (1, 2, 3, 4)) if copies else (100, 2500, (1, 2, 4, 8))
