@@ -60,7 +60,8 @@ def test_paper_scale_has_the_papers_numbers() -> None:
 
 
 def test_table1_compares_every_mechanism_on_every_synthetic_task_at_three_scales() -> None:
-    assert TABLE1.rows == (*MECHANISMS, Row("rope", {"theta": 10_000.0}), Row("tra", {"straight_through": 0.5}))
+    more = {Row("rope", {"theta": 10_000.0}), Row("tra", {"straight_through": 0.5})}
+    assert set(TABLE1.rows) == {*MECHANISMS, *more}
     assert set(TABLE1.scales) == set(FIGURE1.scales) == set(FIGURE2.scales) == {"smoke", "small", "paper"}
     assert set(TABLE1.scales["small"]) == set(TABLE1.scales["smoke"]) == set(TASKS) - {"text", "passkey"}
 
