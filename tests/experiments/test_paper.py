@@ -120,6 +120,33 @@ def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: 
             assert norm == chosen.get("model.attention_options.qk_norm", "qk_norm=True" in row["attention"])
 
 
+STRINGS = [
+    *(("induct_once", "induct", n) for n in (8, 16, 32, 64)),
+    *(("copy_unique", "copy", n) for n in (8, 16, 24, 32)),
+]
+FLIPS = [("flip_flop", name, 4096) for name in ("iid", "sparse", "dense")]
+
+
+@pytest.mark.parametrize("heading, places", [("iid", FLIPS), ("induct 8", STRINGS)], ids=["flip-flop", "strings"])
+def test_the_readme_shows_what_is_stored(heading: str, places: list[tuple[str, str, int]]) -> None:
+    """Every entry is the mean over seeds of a stored result."""
+    stored = json.loads((RESULTS / "table1" / "results.json").read_text())["results"]
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    table = readme[readme.index(f"| attention | {heading} |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) > 4
+    for line in table:
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for name in label.split(" (")[0].split(", "):
+            assert len(cells) == len(places)
+            for cell, place in zip(cells, places, strict=True):
+                values = [
+                    row["exact_match"]
+                    for row in stored
+                    if (row["attention"], row["column"], row["set"], row["length"]) == (name, *place)
+                ]
+                assert f"{sum(values) / len(values):.2f}" == cell.split(" [")[0].strip("*")
+
+
 @pytest.mark.usefixtures("run_here")
 def test_figure1_shows_tra_beside_fot(tmp_path: Path, drawn: list[Figure]) -> None:
     assert main(smoke("figure1", tmp_path, "--seeds", "1")) == 0
