@@ -100,8 +100,6 @@ def test_the_protocol_is_the_same_for_every_mechanism_and_task() -> None:
 def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: str) -> None:
     """Those of the lowest loss of the last round, or of the lowest rate among losses that are as low."""
     stored = json.loads((RESULTS / name / "results.json").read_text())
-    if not stored.get("tuning"):
-        pytest.skip("from before mechanisms were tuned on each task")
     used: dict[str, list[dict[str, Any]]] = {}
     for row in stored["results"]:
         used.setdefault(f"{row['column']} {row['attention']}", []).append(row)
