@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +35,10 @@ MADE = ("table.md", "table.tex", "table.csv")
 
 
 @pytest.mark.usefixtures("run_here")
-def test_parts_of_an_experiment_make_the_tables_of_the_whole(tmp_path: Path) -> None:
-    """A row on one machine, the other on two of which each has a column; the last has its own part in its folder."""
+def test_parts_of_an_experiment_make_the_tables_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row on one machine, the other on two of which each has a column; the last has its own part in its folder.
+    Every session takes as long as the others: it is known by when it began."""
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
     whole = tmp_path / "whole"
     TUNED.perform(Request(whole, "smoke"))
     TUNED.perform(Request(tmp_path / "first", "smoke", attention=["rope"]))

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ def wanted_runs(experiment: Experiment, request: Request) -> tuple[Search, list[
 
 def perform(experiment: Experiment, request: Request) -> Outcome:
     """Run what is missing of this shard, tuning first, then write tables and figures from what is finished."""
-    started = time.monotonic()
+    began, started = datetime.now(UTC), time.monotonic()
     experiment = experiment.at(request.scale, request.columns)
     search, cells = wanted_runs(experiment, request)
     rows, seeds = experiment.chosen_rows(request.attention), request.seeds or experiment.seeds
@@ -128,6 +129,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         trained = sum(cell.results() is not None for cell in missing)
         session = {
             "command": request.command,
+            "began": began.isoformat(),
             "trained": trained,
             "seconds": round(time.monotonic() - started, 1),
             "environment": environment(),
@@ -241,7 +243,7 @@ def _sessions(results: Path) -> list[dict[str, Any]]:
 
 
 def _different(sessions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each once: what was joined before is in the file that is written anew."""
+    """Each once, known by when it began: what was joined before is in the file that is written anew."""
     return [session for place, session in enumerate(sessions) if session not in sessions[:place]]
 
 
