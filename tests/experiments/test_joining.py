@@ -64,6 +64,26 @@ def test_parts_of_an_experiment_make_the_tables_of_the_whole(tmp_path: Path, mon
     assert (none / "table.md").read_text() == (whole / "table.md").read_text()
 
 
+def test_what_was_tuned_and_run_elsewhere_is_neither_tuned_nor_run_again(
+    tmp_path: Path, run_here: list[list[Cell]]
+) -> None:
+    """One more seed and one more row, of which the other machine has neither."""
+    whole = TUNED.perform(Request(tmp_path / "whole", "smoke", seeds=2))
+    TUNED.perform(Request(tmp_path / "first", "smoke", attention=["tra"]))
+    run_here.clear()
+    request = Request(tmp_path / "second", "smoke", seeds=2, join=[tmp_path / "first" / "results.json"])
+    lines = TUNED.plan(request).rows
+    outcome = TUNED.perform(request)
+    assert {cell.row for asked in run_here for cell in asked if cell.choice} == {"rope"}
+    reported = [(cell.column, cell.row, cell.recipe.seed) for asked in run_here for cell in asked if not cell.choice]
+    ours = [*(("rope", seed) for seed in range(2)), ("tra", 1)]
+    assert sorted(reported) == [(column, *run) for column in "ab" for run in ours]
+    assert outcome.shown == whole.shown
+    for name in ("results", "tuning", "runs", "finished"):
+        assert outcome.content[name] == whole.content[name]
+    assert [line[:3] for line in lines if line[1] == "tra"] == [["a", "tra", "1"], ["b", "tra", "1"]]
+
+
 @pytest.fixture
 def stored(tmp_path: Path, run_here: list[list[Cell]]) -> Path:
     """Of TRA and RoPE with one seed."""
@@ -147,6 +167,34 @@ def test_rows_of_different_lengths_keep_their_own_and_more_seeds_than_asked_for_
     assert [record.trained for record in again.records] == [8, 8, 16, 16]
     assert (again.content["runs"], again.content["finished"]) == (2, 2)
     assert again.shown == whole.shown
+
+
+def test_what_was_tuned_on_one_column_elsewhere_serves_the_others(tmp_path: Path, run_here: list[list[Cell]]) -> None:
+    assert TUNED.tuning is not None
+    experiment = replace(TUNED, tuning=replace(TUNED.tuning, column="a"))
+    whole = experiment.perform(Request(tmp_path / "whole", "smoke"))
+    experiment.perform(Request(tmp_path / "first", "smoke", columns=["a"]))
+    run_here.clear()
+    joined = [tmp_path / "first" / "results.json"]
+    outcome = experiment.perform(Request(tmp_path / "second", "smoke", join=joined))
+    assert [[(cell.column, cell.row) for cell in asked] for asked in run_here] == [[("b", "tra"), ("b", "rope")]]
+    assert outcome.shown == whole.shown
+    assert outcome.content["tuning"] == whole.content["tuning"]
+
+
+@pytest.mark.usefixtures("run_here")
+def test_a_tuning_here_that_chose_differently_is_refused(tmp_path: Path) -> None:
+    TUNED.perform(Request(tmp_path / "one", "smoke", columns=["a"], attention=["tra"]))
+    stored = tmp_path / "one" / "results.json"
+
+    def choose(content: dict[str, Any]) -> None:
+        content["tuning"]["a tra"]["chosen"]["learning_rate"] = 0.5
+        for entry in content["results"]:
+            entry.update(learning_rate=0.5, seed=1)
+
+    request = Request(tmp_path / "one", "smoke", seeds=2, attention=["tra"], join=[changed(stored, choose)])
+    with pytest.raises(ValueError, match=r"tuning of a tra chose .*0.5.* there and .* elsewhere"):
+        TUNED.perform(request)
 
 
 @pytest.mark.usefixtures("run_here")

@@ -25,6 +25,11 @@ class Joined(NamedTuple):
     sessions: list[Any]
     recipes: dict[str, Any]
 
+    @property
+    def tuned(self) -> dict[Place, dict[str, Any]]:
+        """The same evidence, by the column that a row was tuned on."""
+        return {(evidence["column"], row): evidence for (_, row), evidence in self.tuning.items()}
+
 
 def joined_results(
     paths: Sequence[Path],
@@ -77,7 +82,7 @@ def all_records(here: Sequence[Record], joined: Joined, places: Sequence[Place])
 def all_rounds(here: Sequence[Losses], joined: Joined, places: Sequence[Place]) -> list[Losses]:
     """The losses of each round of tuning, likewise; those of a column and row are of one machine."""
     rounds: list[Losses] = [{} for _ in range(max([len(here), *map(_number_of_rounds, joined.tuning.values())]))]
-    elsewhere = {(evidence["column"], row): evidence for (_, row), evidence in joined.tuning.items()}
+    elsewhere = joined.tuned
     for place in places:
         if place in elsewhere:
             own = [part["losses"] for part in elsewhere[place]["rounds"]]
@@ -86,6 +91,14 @@ def all_rounds(here: Sequence[Losses], joined: Joined, places: Sequence[Place]) 
         for losses, of_place in zip(rounds, own, strict=False):
             losses[place] = of_place
     return rounds
+
+
+def tuned_elsewhere(experiment: Experiment, joined: Joined, places: Sequence[Place]) -> dict[Place, dict[str, Any]]:
+    """The evidence of how these columns and rows were tuned, of those that were."""
+    if experiment.tuning is None:
+        return {}
+    on = {(column, row): (experiment.tuning.column or column, row) for column, row in places}
+    return {place: joined.tuned[where] for place, where in on.items() if where in joined.tuned}
 
 
 def _number_of_rounds(evidence: Mapping[str, Any]) -> int:

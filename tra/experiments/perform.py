@@ -16,7 +16,14 @@ from tra.errors import RunError
 from tra.experiments.base import Cell, Experiment, Outcome, outcome_of
 from tra.experiments.cluster import CLUSTERS, run_on_cluster
 from tra.experiments.grid import run_all
-from tra.experiments.joining import all_records, all_rounds, check_same_choice, joined_results
+from tra.experiments.joining import (
+    Joined,
+    all_records,
+    all_rounds,
+    check_same_choice,
+    joined_results,
+    tuned_elsewhere,
+)
 from tra.experiments.reporting import final_report, live_report, write_report
 from tra.experiments.tuning import Losses, Search, chosen_settings, tuning_evidence, tuning_losses, tuning_tables
 from tra.files import write_json, write_text
@@ -52,7 +59,8 @@ class Request:
     style: str | None = None
     """A style sheet of matplotlib, by name or path."""
     join: Sequence[Path] = ()
-    """Files with results of the same experiment from elsewhere, to be shown with those that are here."""
+    """Files with results of the same experiment from elsewhere, to be shown with those that are here. What was tuned
+    there is not tuned again, and what was run there is not run again."""
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -73,28 +81,47 @@ class Request:
             pass  # a wrong one is found before anything is trained
 
 
-def wanted_runs(experiment: Experiment, request: Request) -> tuple[Search, list[Cell]]:
-    """What tuning tries, and the runs to report as they are before it; whatever is wrong with a request is raised.
+class Wanted(NamedTuple):
+    """What is asked of an experiment, before any of it is done."""
+
+    search: Search
+    """What tuning tries."""
+    cells: list[Cell]
+    """The runs to report, as they are before tuning."""
+    joined: Joined
+    """What there is of them elsewhere."""
+
+    @property
+    def here(self) -> list[Cell]:
+        """The runs that are not elsewhere."""
+        elsewhere = {(record.column, record.row, record.seed) for record in self.joined.records}
+        return [cell for cell in self.cells if (cell.column, cell.row, cell.recipe.seed) not in elsewhere]
+
+
+def wanted_runs(experiment: Experiment, request: Request) -> Wanted:
+    """Whatever is wrong with a request is raised.
     Of an experiment as it is at the scale and with the columns asked for."""
     seeds, rows = request.seeds or experiment.seeds, experiment.chosen_rows(request.attention)
     if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
         raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
-    search = Search(experiment, request.folder, request.scale, rows)
+    joined = joined_results(request.join, experiment, request.scale, rows, seeds)
+    search = Search(experiment, request.folder, request.scale, rows, joined.tuned)
     _ = search.expected  # raises what is wrong with the grid
     cells = experiment.cells(request.folder, request.scale, seeds, rows)
     index, count = request.shard
     if count > len(cells):
         raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {index}/{count}")
-    return search, cells
+    return Wanted(search, cells, joined)
 
 
 def perform(experiment: Experiment, request: Request) -> Outcome:
     """Run what is missing of this shard, tuning first, then write tables and figures from what is finished."""
     began, started = datetime.now(UTC), time.monotonic()
     experiment = experiment.at(request.scale, request.columns)
-    search, cells = wanted_runs(experiment, request)
+    wanted = wanted_runs(experiment, request)
+    search, cells = wanted.search, wanted.cells
     rows, seeds = experiment.chosen_rows(request.attention), request.seeds or experiment.seeds
-    joined_results(request.join, experiment, request.scale, rows, seeds)  # raises what is wrong, before training
+    places = [(column, row.label) for column in experiment.columns(request.scale) for row in rows]
     request.folder.mkdir(parents=True, exist_ok=True)
     missing: list[Cell] = []
     spoilt: dict[str, str] = {}
@@ -110,6 +137,8 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             return Outcome([], [], spoilt, request.folder, markdown(tuning_tables(experiment, search.rounds)))
     last = search.rounds[-1] if search.rounds else {}
     chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), search.choices, last)
+    elsewhere = tuned_elsewhere(experiment, wanted.joined, [place for place in places if place not in chosen])
+    chosen |= {place: evidence["chosen"] for place, evidence in elsewhere.items()}
     # A row whose tuning failed is reported so, and stops no other.
     undecided = {cell for cell in cells if experiment.tunes(cell.row) and (cell.column, cell.row) not in chosen}
     cells = [
@@ -117,7 +146,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         for cell in cells
         if cell not in undecided or not request.train
     ]
-    missing += _missing(cells, request, experiment.report_file)
+    missing += _missing(wanted._replace(cells=cells).here, request, experiment.report_file)
     with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         finished = _finished(cells)
         outcome = outcome_of(finished)
@@ -136,11 +165,11 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         }
         reported = {(cell.column, cell.row) for cell in finished}  # not what is still being tuned
         chosen = {key: settings for key, settings in chosen.items() if key in reported}
-        places = [(column, row.label) for column in experiment.columns(request.scale) for row in rows]
         records = all_records(outcome.records, joined, places)
         outcome = replace(outcome, records=records)
         rounds = all_rounds(search.rounds, joined, places)
         evidence = tuning_evidence(experiment, search.rounds, chosen)
+        evidence |= {" ".join(place): elsewhere[place] for place in chosen if place in elsewhere}
         for place, of_place in joined.tuning.items():
             check_same_choice(evidence.setdefault(" ".join(place), of_place), of_place, place)
         stored = request.folder / experiment.results_file

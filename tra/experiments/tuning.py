@@ -1,7 +1,7 @@
 """Choosing settings: by the loss within the training length, never by what lies past it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,8 +27,19 @@ def _always(choices: Sequence[Mapping[str, Any]], column: str, row: str) -> Sequ
 class Search:
     """What tuning tries: told the losses of what it gave last, it gives the next runs, and none at the end."""
 
-    def __init__(self, experiment: Experiment, folder: Path, scale: str, rows: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: Path,
+        scale: str,
+        rows: Sequence[Row],
+        elsewhere: Collection[tuple[str, str]] = (),
+    ) -> None:
+        """Of columns and rows that are tuned elsewhere nothing is tried, unless it was begun here."""
         self.experiment, self.where = experiment, (folder, scale, rows)
+        cells = experiment.tuning_cells(*self.where, experiment.tuning.rounds[0][0]) if experiment.tuning else []
+        begun = {(cell.column, cell.row) for cell in cells if cell.run.exists}
+        self.left_out = set(elsewhere) - begun
         self.rounds: list[Losses] = []
         """Of each round so far, the losses."""
         self.choices: dict[str, Mapping[str, Any]] = {}
@@ -72,6 +83,7 @@ class Search:
         tuning = self.experiment.tuning
         assert tuning is not None
         cells = self.experiment.tuning_cells(*self.where, tuning.rounds[index][0], choices)
+        cells = [cell for cell in cells if (cell.column, cell.row) not in self.left_out]
         self.choices |= {cell.choice_label: cell.choice for cell in cells}
         return cells
 
