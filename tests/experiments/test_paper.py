@@ -23,6 +23,7 @@ from tra.experiments.figure3 import FIGURE3, TEXT
 from tra.experiments.longer import LONGER
 from tra.experiments.norms import COMPARED, NORMS
 from tra.experiments.passkey import PASSKEY
+from tra.experiments.perform import Request, wanted_runs
 from tra.experiments.steps import STEPS
 from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
 from tra.model import Decoder
@@ -281,6 +282,44 @@ def test_figure2_compares_seven_mechanisms_on_the_same_windows(tmp_path: Path) -
         cells = FIGURE2.cells(tmp_path, scale, 2, FIGURE2.chosen_rows(()))
         assert len({cell.folder for cell in cells}) == len(cells) == 16
         assert {replace(cell.recipe, seed=0, model=usual.model) for cell in cells} == {usual}
+
+
+@pytest.mark.usefixtures("small_texts", "run_here")
+def test_perplexity_is_drawn_against_training_steps(tmp_path: Path, drawn: list[Figure]) -> None:
+    assert main(smoke("steps", tmp_path, "--attention", "tra,fot")) == 0
+    assert (tmp_path / "steps.png").read_bytes().startswith(PNG)
+    rows = [row for row in content_of(tmp_path)["results"] if row["stride"] is None]
+    assert [panel.get_title() for panel in drawn[-1].axes] == ["windows of 16", "windows of 32"]
+    for panel, window in zip(drawn[-1].axes, (16, 32), strict=True):
+        assert [line.get_label() for line in panel.lines] == ["tra", "fot"]
+        for line in panel.lines:
+            mine = [row for row in rows if (row["attention"], row["length"]) == (line.get_label(), window)]
+            assert line.get_xdata().tolist() == [600, 1200, 2400, 4800]
+            assert line.get_ydata().tolist() == [row["perplexity"] for row in mine]
+    titles = [line for line in (tmp_path / "table.md").read_text().splitlines() if "Difference" in line]
+    assert titles == [f"## Difference to tra after {steps} steps" for steps in ("600", "1,200", "2,400", "4,800")]
+
+
+def test_training_for_longer_goes_on_from_what_figure2_has_tuned_and_trained(tmp_path: Path) -> None:
+    request = Request(
+        tmp_path / "steps",
+        "small",
+        attention=["tra", "fot"],
+        columns=["wikitext103", "1200_steps"],
+        train=False,
+        join=[RESULTS / "figure2" / "results.json"],
+    )
+    stored = json.loads(request.join[0].read_text())
+    outcome = STEPS.perform(request)
+    assert {(record.column, record.row, record.seed) for record in outcome.records} == {
+        ("wikitext103", "tra", 0),
+        ("wikitext103", "fot", 0),
+    }
+    wanted = wanted_runs(STEPS.at("small", request.columns), request)
+    assert wanted.search.next() == []
+    assert [(cell.column, cell.row) for cell in wanted.here] == [("1200_steps", "tra"), ("1200_steps", "fot")]
+    for row in ("tra", "fot"):
+        assert outcome.content["tuning"][f"wikitext103 {row}"] == stored["tuning"][f"wikitext103 {row}"]
 
 
 def test_the_demonstration_says_in_how_many_seeds_everything_is_right(tmp_path: Path) -> None:

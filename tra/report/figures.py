@@ -130,6 +130,30 @@ def perplexity_by_window(records: Sequence[Record]) -> Figure:
     return _with_legend(figure, windows, "")
 
 
+def perplexity_by_steps(records: Sequence[Record], steps_of: Mapping[str, int]) -> Figure:
+    """Perplexity per token against training steps, a panel per window; lines and bands as above.
+
+    Args:
+        records: of columns that differ in how long was trained.
+        steps_of: for each column, the number of steps.
+    """
+    side_by_side = [record for record in records if not record.result.stride]
+    panels_of = grouped(side_by_side, lambda record: record.result.length)
+    figure = Figure(figsize=(3.4 * len(panels_of) + 1.6, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(panels_of), sharey=True, squeeze=False)[0]
+    for panel, (window, mine) in zip(panels, panels_of.items(), strict=True):
+        rows = grouped(mine, lambda record: record.row)
+        _compare(
+            panel,
+            {row: [(steps_of[record.column], record.result.value) for record in some] for row, some in rows.items()},
+        )
+        panel.set(title=f"windows of {window:,}", xlabel="training steps", yscale="log")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("{x:g}")
+    panels[0].set_ylabel("perplexity per token")
+    return _with_legend(figure, panels[0], "")
+
+
 def _cut(panel: Axes, lines: Mapping[str, Points], most: float) -> None:
     """End the axis at so many times the least value: a mechanism that breaks down past its training length would press
     all the others into one line."""
@@ -140,8 +164,9 @@ def _cut(panel: Axes, lines: Mapping[str, Points], most: float) -> None:
     panel.set_ylim(0.95 * lowest, min(highest, most * lowest))
 
 
-def _compare(panel: Axes, lines: Mapping[str, Points], trained: int) -> None:
-    """A line per mechanism through the mean of the values at each place, with a band over their range."""
+def _compare(panel: Axes, lines: Mapping[str, Points], trained: int | None = None) -> None:
+    """A line per mechanism through the mean of the values at each place, with a band over their range; places up to
+    the trained length are shaded."""
     colours = _colours(len(lines))
     places = sorted({place for points in lines.values() for place, _ in points})
     for index, (attention, points) in enumerate(lines.items()):
@@ -161,7 +186,8 @@ def _compare(panel: Axes, lines: Mapping[str, Points], trained: int) -> None:
     panel.set_xscale("log", base=2)
     panel.set_xticks(places, [f"{place:,}" for place in places])
     panel.minorticks_off()
-    panel.axvspan(places[0] / 1.3, trained, color="0.92", zorder=0, label="trained length")
+    if trained is not None:
+        panel.axvspan(places[0] / 1.3, trained, color="0.92", zorder=0, label="trained length")
     panel.set_xlim(places[0] / 1.3, places[-1] * 1.3)
     panel.spines[["top", "right"]].set_visible(False)
 
