@@ -104,6 +104,13 @@ def longer(attention: str = "tra") -> Recipe:
     return replace(flip_flop(attention), steps=5)
 
 
+EVIDENCE = {
+    "column": "flip_flop",
+    "seeds": [1000],
+    "rounds": [{"share_of_steps": share, "losses": {}} for share in (0.5, 1.0)],
+    "chosen": {"learning_rate": 1e-3, "warmup": 0.1},
+}
+
 REFUSED: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
     "other steps": (
         of_flip_flop(scales={"smoke": {"flip_flop": longer}}),
@@ -126,6 +133,11 @@ REFUSED: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
         "threshold of flip_flop tra is 3.0 there and None here",
     ),
     "damaged": (of_flip_flop(), lambda content: content["results"][0].pop("attention"), "it has no 'attention'"),
+    "other tuned settings": (
+        of_flip_flop(tuning=TUNED.tuning),
+        lambda content: content.update(tuning={"flip_flop tra": EVIDENCE, "flip_flop rope": EVIDENCE}),
+        r"what was tuned of flip_flop tra is \['learning_rate', 'warmup'\] there and \['learning_rate'\] here",
+    ),
     "not tuned": (of_flip_flop(tuning=TUNED.tuning), lambda content: None, "it has no 'flip_flop tra'"),
 }
 
@@ -179,22 +191,103 @@ def test_what_was_tuned_on_one_column_elsewhere_serves_the_others(tmp_path: Path
     outcome = experiment.perform(Request(tmp_path / "second", "smoke", join=joined))
     assert [[(cell.column, cell.row) for cell in asked] for asked in run_here] == [[("b", "tra"), ("b", "rope")]]
     assert outcome.shown == whole.shown
-    assert outcome.content["tuning"] == whole.content["tuning"]
+    for name in ("results", "tuning"):
+        assert outcome.content[name] == whole.content[name]
+
+
+def test_two_files_whose_rows_were_tuned_differently_on_one_column_are_not_shown_together(
+    tmp_path: Path, run_here: list[list[Cell]]
+) -> None:
+    assert TUNED.tuning is not None
+    experiment = replace(TUNED, tuning=replace(TUNED.tuning, column="a"))
+    experiment.perform(Request(tmp_path / "one", "smoke", attention=["tra"]))
+    stored = tmp_path / "one" / "results.json"
+    of_a = tmp_path / "of-a.json"
+    content = json.loads(stored.read_text())
+    content["results"] = [entry for entry in content["results"] if entry["column"] == "a"]
+    of_a.write_text(json.dumps(content))
+    request = Request(tmp_path / "two", "smoke", seeds=2, attention=["tra"], train=False)
+    for files in ([of_a, changed(stored, choose_another_rate)], [changed(stored, choose_another_rate), of_a]):
+        with pytest.raises(ValueError, match=r"tuning of a tra chose .* there and .* in a file before it"):
+            experiment.perform(replace(request, join=files))
+
+
+def choose_another_rate(content: dict[str, Any]) -> None:
+    """For seed 1, in place of seed 0."""
+    for evidence in content["tuning"].values():
+        evidence["chosen"]["learning_rate"] = 0.5
+    for entry in content["results"]:
+        entry.update(learning_rate=0.5, seed=1)
+
+
+def test_runs_here_with_other_settings_than_were_tuned_elsewhere_are_refused_before_anything_is_trained(
+    tmp_path: Path, run_here: list[list[Cell]]
+) -> None:
+    TUNED.perform(Request(tmp_path / "one", "smoke", columns=["a"], attention=["tra"]))
+    run_here.clear()
+    elsewhere = changed(tmp_path / "one" / "results.json", choose_another_rate)
+    request = Request(tmp_path / "one", "smoke", seeds=3, attention=["tra"], columns=["a"], join=[elsewhere])
+    for train in (True, False):
+        with pytest.raises(ValueError, match=r"tuned as the runs here are, but .*learning_rate"):
+            TUNED.perform(replace(request, train=train))
+    assert run_here == []
+
+
+def test_a_tuning_that_was_begun_here_does_not_matter_where_another_is_joined(
+    tmp_path: Path, run_here: list[list[Cell]]
+) -> None:
+    whole = TUNED.perform(Request(tmp_path / "one", "smoke", seeds=2))
+    TUNED.perform(Request(tmp_path / "two", "smoke"))
+    for name in ("results.json", "runs"):
+        path = tmp_path / "two" / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    first = next((tmp_path / "two" / "tuning").rglob("results.json"))
+    first.unlink()
+    run_here.clear()
+    joined = [tmp_path / "one" / "results.json"]
+    outcome = TUNED.perform(Request(tmp_path / "two", "smoke", seeds=2, join=joined))
+    assert [cell for asked in run_here for cell in asked] == []
+    assert outcome.shown == whole.shown
 
 
 @pytest.mark.usefixtures("run_here")
-def test_a_tuning_here_that_chose_differently_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_failed_here_and_is_finished_elsewhere_is_no_failure(tmp_path: Path, stored: Path) -> None:
+    folder = tmp_path / "two"
+    (cell,) = of_flip_flop().cells(folder, "smoke", 1, of_flip_flop().chosen_rows(["tra"]))
+    cell.run.record_failure("out of memory")
+    outcome = of_flip_flop().perform(Request(folder, "smoke", join=[stored]))
+    assert (outcome.failures, outcome.content["finished"]) == ({}, 2)
+
+
+@pytest.mark.usefixtures("run_here")
+def test_a_tuning_that_failed_elsewhere_and_succeeded_here_is_no_failure(tmp_path: Path) -> None:
     TUNED.perform(Request(tmp_path / "one", "smoke", columns=["a"], attention=["tra"]))
-    stored = tmp_path / "one" / "results.json"
 
-    def choose(content: dict[str, Any]) -> None:
-        content["tuning"]["a tra"]["chosen"]["learning_rate"] = 0.5
-        for entry in content["results"]:
-            entry.update(learning_rate=0.5, seed=1)
+    def fail(content: dict[str, Any]) -> None:
+        content["failures"] = {"a rope (tuning)": "every choice diverged", "b rope (tuning)": "every choice diverged"}
 
-    request = Request(tmp_path / "one", "smoke", seeds=2, attention=["tra"], join=[changed(stored, choose)])
-    with pytest.raises(ValueError, match=r"tuning of a tra chose .*0.5.* there and .* elsewhere"):
-        TUNED.perform(request)
+    elsewhere = changed(tmp_path / "one" / "results.json", fail)
+    outcome = TUNED.perform(Request(tmp_path / "two", "smoke", columns=["a"], join=[elsewhere]))
+    assert outcome.failures == {}
+    outcome = TUNED.perform(Request(tmp_path / "two", "smoke", train=False, join=[elsewhere]))
+    assert outcome.failures == {"b rope (tuning)": "every choice diverged"}
+
+
+@pytest.mark.usefixtures("run_here")
+def test_machines_that_join_different_files_divide_the_runs_alike(tmp_path: Path) -> None:
+    """The second joins what the first has written into the folder that they share."""
+    experiment = of_flip_flop(seeds=4)
+    request = Request(tmp_path / "shared", "smoke", shard=(1, 2))
+    experiment.perform(request)
+    outcome = experiment.perform(replace(request, shard=(2, 2), join=[tmp_path / "shared" / "results.json"]))
+    assert outcome.content["finished"] == 8
+
+
+def test_the_column_on_which_all_are_tuned_must_be_there(tmp_path: Path) -> None:
+    assert TUNED.tuning is not None
+    experiment = replace(TUNED, tuning=replace(TUNED.tuning, column="a"))
+    with pytest.raises(ValueError, match="columns must hold a, on which all are tuned, got b"):
+        experiment.perform(Request(tmp_path / "one", "smoke", columns=["b"]))
 
 
 @pytest.mark.usefixtures("run_here")
@@ -202,15 +295,15 @@ def test_tunings_that_chose_differently_are_not_averaged(tmp_path: Path) -> None
     TUNED.perform(Request(tmp_path / "one", "smoke", columns=["a"], attention=["tra"]))
     stored = tmp_path / "one" / "results.json"
 
-    def choose(content: dict[str, Any]) -> None:
-        content["tuning"]["a tra"]["chosen"]["learning_rate"] = 0.5
-        for entry in content["results"]:
-            entry.update(learning_rate=0.5, seed=1)
-
     request = Request(
-        tmp_path / "two", "smoke", seeds=2, attention=["tra"], train=False, join=[stored, changed(stored, choose)]
+        tmp_path / "two",
+        "smoke",
+        seeds=2,
+        attention=["tra"],
+        train=False,
+        join=[stored, changed(stored, choose_another_rate)],
     )
-    with pytest.raises(ValueError, match=r"tuning of a tra chose .*0.5.* there and .* elsewhere"):
+    with pytest.raises(ValueError, match=r"tuning of a tra chose .*0.5.* there and .* in a file before it"):
         TUNED.perform(request)
 
 

@@ -24,13 +24,13 @@ from tra.experiments.longer import LONGER
 from tra.experiments.norms import COMPARED, NORMS
 from tra.experiments.passkey import PASSKEY
 from tra.experiments.perform import Request, wanted_runs
-from tra.experiments.steps import STEPS
+from tra.experiments.steps import STEPS, STEPS_OF
 from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
 from tra.model import Decoder
 from tra.recipes import RECIPES
 from tra.recipes.strings import SETS
 from tra.report.records import grouped
-from tra.tasks import TASKS, ExactMatch
+from tra.tasks import TASKS, ExactMatch, Perplexity
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -288,16 +288,33 @@ def test_figure2_compares_seven_mechanisms_on_the_same_windows(tmp_path: Path) -
 def test_perplexity_is_drawn_against_training_steps(tmp_path: Path, drawn: list[Figure]) -> None:
     assert main(smoke("steps", tmp_path, "--attention", "tra,fot")) == 0
     assert (tmp_path / "steps.png").read_bytes().startswith(PNG)
-    rows = [row for row in content_of(tmp_path)["results"] if row["stride"] is None]
     assert [panel.get_title() for panel in drawn[-1].axes] == ["windows of 16", "windows of 32"]
-    for panel, window in zip(drawn[-1].axes, (16, 32), strict=True):
-        assert [line.get_label() for line in panel.lines] == ["tra", "fot"]
-        for line in panel.lines:
-            mine = [row for row in rows if (row["attention"], row["length"]) == (line.get_label(), window)]
-            assert line.get_xdata().tolist() == [600, 1200, 2400, 4800]
-            assert line.get_ydata().tolist() == [row["perplexity"] for row in mine]
     titles = [line for line in (tmp_path / "table.md").read_text().splitlines() if "Difference" in line]
     assert titles == [f"## Difference to tra after {steps} steps" for steps in ("600", "1,200", "2,400", "4,800")]
+
+
+def test_each_point_stands_at_the_steps_of_its_column() -> None:
+    assert {column: recipe_of().steps for column, recipe_of in STEPS.scales["small"].items()} == STEPS_OF
+    perplexities = {column: 100.0 / place for place, column in enumerate(STEPS_OF, 1)}
+    cells = STEPS.cells(Path(), "small", 1, STEPS.chosen_rows(["tra", "fot"]))
+    outcome = outcome_of(
+        {
+            cell: [
+                Perplexity(
+                    "valid", window, 4, None, 1.0, None, 9, 9, 9, value * (1 + (cell.row == "fot")), 1.0, 1.0, []
+                )
+                for window in (128, 1024)
+                for value in (perplexities[cell.column],)
+            ]
+            for cell in cells
+        }
+    )
+    for panel in STEPS.figures(outcome)["steps"].axes:
+        ours, others = panel.lines
+        assert (ours.get_label(), others.get_label()) == ("tra", "fot")
+        assert ours.get_xdata().tolist() == others.get_xdata().tolist() == [600, 1200, 2400, 4800]
+        assert ours.get_ydata().tolist() == pytest.approx(list(perplexities.values()))
+        assert others.get_ydata().tolist() == pytest.approx([2 * value for value in perplexities.values()])
 
 
 def test_training_for_longer_goes_on_from_what_figure2_has_tuned_and_trained(tmp_path: Path) -> None:
@@ -317,7 +334,10 @@ def test_training_for_longer_goes_on_from_what_figure2_has_tuned_and_trained(tmp
     }
     wanted = wanted_runs(STEPS.at("small", request.columns), request)
     assert wanted.search.next() == []
-    assert [(cell.column, cell.row) for cell in wanted.here] == [("1200_steps", "tra"), ("1200_steps", "fot")]
+    assert [(cell.column, cell.row) for cell in wanted.not_joined(wanted.cells)] == [
+        ("1200_steps", "tra"),
+        ("1200_steps", "fot"),
+    ]
     for row in ("tra", "fot"):
         assert outcome.content["tuning"][f"wikitext103 {row}"] == stored["tuning"][f"wikitext103 {row}"]
 

@@ -335,6 +335,18 @@ def test_the_grid_goes_on_past_its_ends_but_not_for_ever() -> None:
     assert all(cells[0].choice["model.attention_options.qk_norm"] for cells in asked[1:4]), "with what the best has"
 
 
+def test_a_run_past_the_end_of_the_grid_that_comes_to_nothing_is_given_once() -> None:
+    """The process died, say, or nothing is trained: the row goes on with what the grid itself gave."""
+    experiment = of_flip_flop(rows=("tra",), tuning=HALVING)
+    search = Search(experiment, Path("out"), "smoke", experiment.chosen_rows(()))
+    place = ("flip_flop", "tra")
+    search.tell({place: {cell.choice_label: cell.recipe.learning_rate for cell in search.next()}})
+    (beyond,) = search.next()
+    assert beyond.choice["learning_rate"] == 5e-4
+    search.tell({})
+    assert {cell.choice["learning_rate"] for cell in search.next()} == {1e-3}
+
+
 def test_a_choice_that_diverges_is_not_kept_and_a_row_without_any_is_left_out() -> None:
     def loss(row: str, rate: float, norm: bool) -> float:
         return math.inf if row == "rope" or rate > 3e-3 else rate

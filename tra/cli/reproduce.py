@@ -45,8 +45,8 @@ class Reproduce(Common):
     style: str | None = None
     """A style sheet of matplotlib, by name or path."""
     join: tuple[Path, ...] = ()
-    """Files results.json of the same experiment from machines that do not share the folder, to be shown with the runs
-    that are here; what was tuned and run there is not done again."""
+    """Files results.json of the same experiment, or of columns that it shares with another, from machines that do not
+    share the folder, to be shown with the runs that are here; what was tuned and run there is not done again."""
     cluster: str | None = None
     """Run every run as a job, through submitit: slurm, or local to try it."""
     cluster_options: dict[str, Any] = field(default_factory=dict)

@@ -328,6 +328,9 @@ class Experiment:
         """As it is at one scale, with these columns alone; with all if none are named."""
         known = self.columns(scale)
         chosen = {name: lookup(known, name, "columns") for name in columns} or known
+        tuning = self.at_scale.get(scale, {}).get("tuning", self.tuning)
+        if tuning is not None and tuning.column in known and tuning.column not in chosen:
+            raise ValueError(f"columns must hold {tuning.column}, on which all are tuned, got {', '.join(chosen)}")
         return replace(self, scales={scale: chosen}, **self.at_scale.get(scale, {}), at_scale={})
 
     def cells(self, folder: Path, scale: str, seeds: int, rows: Sequence[Row]) -> list[Cell]:

@@ -15,7 +15,7 @@ TOKENS = 32
 def heatmaps(outcome: Outcome, length: int = TOKENS) -> Figure:
     """The weights of each row's first finished run, all on one sequence."""
     if not outcome.cells:
-        raise RunError("attention is drawn from runs that are here, and there is none")
+        raise RunError("attention is drawn from runs that are here, and there is none: leave out --join")
     weights: dict[str, list[torch.Tensor]] = {}
     symbols: list[str] = []
     for cell in outcome.cells:

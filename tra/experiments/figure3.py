@@ -35,7 +35,7 @@ def _inspected(folder: Path) -> tuple[list[Head], list[Tensor], list[str]]:
 
 def _tables(outcome: Outcome) -> list[Table]:
     if not outcome.cells:
-        raise RunError("heads are those of a run that is here, and there is none")
+        raise RunError("heads are those of a run that is here, and there is none: leave out --join")
     return [heads_table(_inspected(outcome.cells[0].folder)[0])]
 
 

@@ -26,8 +26,8 @@ class Joined(NamedTuple):
     recipes: dict[str, Any]
 
     @property
-    def tuned(self) -> dict[Place, dict[str, Any]]:
-        """The same evidence, by the column that a row was tuned on."""
+    def by_column(self) -> dict[Place, dict[str, Any]]:
+        """The evidence of tuning by the column that a row was tuned on."""
         return {(evidence["column"], row): evidence for (_, row), evidence in self.tuning.items()}
 
 
@@ -58,19 +58,19 @@ def joined_results(
             stored = json.loads(path.read_text(encoding="utf-8"))
             found = _records(stored, experiment, scale, rows, seeds)
             new = [record for record in found if _run(record) not in seen]
-            places = dict.fromkeys((record.column, record.row) for record in new)
-            for place in places:
-                _take_evidence(stored["tuning"], place, experiment, joined.tuning)
+            for place in dict.fromkeys((record.column, record.row) for record in found):
+                _take_evidence(stored["tuning"], place, experiment, joined)
             seen |= set(map(_run, new))
             joined.records.extend(new)
             joined.sessions.extend(stored["sessions"])
             joined.failures.update({label: why for label, why in stored["failures"].items() if label in asked})
-            joined.recipes.update({column: stored["recipes"][column] for column, _ in places})
+            joined.recipes.update({record.column: stored["recipes"][record.column] for record in new})
         except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"join must name results of this experiment, but {path} differs: {reason}") from error
-    for label in [f"{column} {row} seed {seed}" for column, row, seed in seen]:
-        joined.failures.pop(label, None)
+    for column, row, seed in seen:
+        for what in (f"seed {seed}", "(tuning)"):
+            joined.failures.pop(f"{column} {row} {what}", None)
     return joined
 
 
@@ -82,7 +82,7 @@ def all_records(here: Sequence[Record], joined: Joined, places: Sequence[Place])
 def all_rounds(here: Sequence[Losses], joined: Joined, places: Sequence[Place]) -> list[Losses]:
     """The losses of each round of tuning, likewise; those of a column and row are of one machine."""
     rounds: list[Losses] = [{} for _ in range(max([len(here), *map(_number_of_rounds, joined.tuning.values())]))]
-    elsewhere = joined.tuned
+    elsewhere = joined.by_column
     for place in places:
         if place in elsewhere:
             own = [part["losses"] for part in elsewhere[place]["rounds"]]
@@ -98,7 +98,7 @@ def tuned_elsewhere(experiment: Experiment, joined: Joined, places: Sequence[Pla
     if experiment.tuning is None:
         return {}
     on = {(column, row): (experiment.tuning.column or column, row) for column, row in places}
-    return {place: joined.tuned[where] for place, where in on.items() if where in joined.tuned}
+    return {place: joined.by_column[where] for place, where in on.items() if where in joined.by_column}
 
 
 def _number_of_rounds(evidence: Mapping[str, Any]) -> int:
@@ -167,10 +167,9 @@ def _check_settings(settings: Mapping[str, Any], recipe: Recipe, tuned: set[str]
             raise ValueError(f"{name} of {what} is {found!r} there and {expected!r} here")
 
 
-def _take_evidence(
-    stored: Mapping[str, Any], place: Place, experiment: Experiment, tuning: dict[Place, dict[str, Any]]
-) -> None:
-    """Add what is stored of how a column and row were tuned, which must be how they are tuned here."""
+def _take_evidence(stored: Mapping[str, Any], place: Place, experiment: Experiment, joined: Joined) -> None:
+    """Add what is stored of how a column and row were tuned, which must be how they are tuned here and by the other
+    files."""
     column, row = place
     ours = experiment.tuning
     if ours is None or not experiment.tunes(row):
@@ -184,14 +183,13 @@ def _take_evidence(
             [part for part, _ in ours.rounds],
         ),
         ("column of tuning", evidence["column"], ours.column or column),
+        ("what was tuned", sorted(evidence["chosen"]), sorted(ours.grid)),
     ):
         if found != expected:
             raise ValueError(f"{what} of {column} {row} is {found!r} there and {expected!r} here")
-    known = tuning.setdefault(place, evidence)
-    check_same_choice(known, evidence, place)
-
-
-def check_same_choice(first: Mapping[str, Any], second: Mapping[str, Any], place: Place) -> None:
-    """Raise a ValueError unless two tunings of a column and row chose the same."""
-    if first["chosen"] != second["chosen"]:
-        raise ValueError(f"tuning of {' '.join(place)} chose {second['chosen']} there and {first['chosen']} elsewhere")
+    known = joined.by_column.get((evidence["column"], row), evidence)
+    if known["chosen"] != evidence["chosen"]:
+        raise ValueError(
+            f"tuning of {column} {row} chose {evidence['chosen']} there and {known['chosen']} in a file before it"
+        )
+    joined.tuning.setdefault(place, evidence)

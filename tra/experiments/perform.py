@@ -20,7 +20,6 @@ from tra.experiments.joining import (
     Joined,
     all_records,
     all_rounds,
-    check_same_choice,
     joined_results,
     tuned_elsewhere,
 )
@@ -91,21 +90,22 @@ class Wanted(NamedTuple):
     joined: Joined
     """What there is of them elsewhere."""
 
-    @property
-    def here(self) -> list[Cell]:
-        """The runs that are not elsewhere."""
-        elsewhere = {(record.column, record.row, record.seed) for record in self.joined.records}
-        return [cell for cell in self.cells if (cell.column, cell.row, cell.recipe.seed) not in elsewhere]
+    def not_joined(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those of these runs that there are not elsewhere."""
+        stored = {(record.column, record.row, record.seed) for record in self.joined.records}
+        return [cell for cell in cells if (cell.column, cell.row, cell.recipe.seed) not in stored]
 
 
 def wanted_runs(experiment: Experiment, request: Request) -> Wanted:
-    """Whatever is wrong with a request is raised.
-    Of an experiment as it is at the scale and with the columns asked for."""
+    """What a request comes to; whatever is wrong with it is raised.
+
+    Of an experiment as it is at the scale and with the columns asked for.
+    """
     seeds, rows = request.seeds or experiment.seeds, experiment.chosen_rows(request.attention)
     if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
         raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
     joined = joined_results(request.join, experiment, request.scale, rows, seeds)
-    search = Search(experiment, request.folder, request.scale, rows, joined.tuned)
+    search = Search(experiment, request.folder, request.scale, rows, joined.by_column)
     _ = search.expected  # raises what is wrong with the grid
     cells = experiment.cells(request.folder, request.scale, seeds, rows)
     index, count = request.shard
@@ -126,7 +126,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
     missing: list[Cell] = []
     spoilt: dict[str, str] = {}
     while tries := search.next():
-        missing += _missing(tries, request, experiment.report_file)
+        missing += _missing(part_of(tries, *request.shard), request, experiment.report_file)
         losses, failed, left = _tuning_so_far(tries)
         spoilt |= failed
         search.tell(losses)
@@ -137,7 +137,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             return Outcome([], [], spoilt, request.folder, markdown(tuning_tables(experiment, search.rounds)))
     last = search.rounds[-1] if search.rounds else {}
     chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), search.choices, last)
-    elsewhere = tuned_elsewhere(experiment, wanted.joined, [place for place in places if place not in chosen])
+    elsewhere = tuned_elsewhere(experiment, wanted.joined, places)
     chosen |= {place: evidence["chosen"] for place, evidence in elsewhere.items()}
     # A row whose tuning failed is reported so, and stops no other.
     undecided = {cell for cell in cells if experiment.tunes(cell.row) and (cell.column, cell.row) not in chosen}
@@ -146,12 +146,20 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         for cell in cells
         if cell not in undecided or not request.train
     ]
-    missing += _missing(wanted._replace(cells=cells).here, request, experiment.report_file)
+    for cell in cells:
+        if (cell.column, cell.row) in elsewhere and cell.run.exists:
+            try:
+                cell.run.check_recipe(cell.recipe)
+            except ValueError as error:
+                raise ValueError(f"join must name results that were tuned as the runs here are, but {error}") from error
+    # Divided among machines before anything is left out, so that all divide alike whatever each of them joins.
+    mine = wanted.not_joined(part_of(cells, *request.shard))
+    missing += _missing(mine, request, experiment.report_file)
     with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         finished = _finished(cells)
         outcome = outcome_of(finished)
         joined = joined_results(request.join, experiment, request.scale, rows, seeds, outcome.records)
-        failures = {**joined.failures, **spoilt, **_failures(cells)}
+        failures = {**joined.failures, **spoilt, **_failures(wanted.not_joined(cells))}
         if not finished and not joined.records:
             reason = next(iter(failures.values()), "")
             raise RunError(f"no run in {request.folder} is finished" + (f": {reason}" if reason else ""))
@@ -163,15 +171,13 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             "seconds": round(time.monotonic() - started, 1),
             "environment": environment(),
         }
-        reported = {(cell.column, cell.row) for cell in finished}  # not what is still being tuned
-        chosen = {key: settings for key, settings in chosen.items() if key in reported}
         records = all_records(outcome.records, joined, places)
+        reported = {(record.column, record.row) for record in records}  # not what is still being tuned
+        chosen = {key: settings for key, settings in chosen.items() if key in reported}
         outcome = replace(outcome, records=records)
         rounds = all_rounds(search.rounds, joined, places)
         evidence = tuning_evidence(experiment, search.rounds, chosen)
-        evidence |= {" ".join(place): elsewhere[place] for place in chosen if place in elsewhere}
-        for place, of_place in joined.tuning.items():
-            check_same_choice(evidence.setdefault(" ".join(place), of_place), of_place, place)
+        evidence |= {" ".join(place): of_place for place, of_place in elsewhere.items() if place in reported}
         stored = request.folder / experiment.results_file
         content = {
             "runs": len(cells),
@@ -184,14 +190,14 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         }
         shown = _show(experiment, outcome, tuning_tables(experiment, rounds), request)
         write_json(stored, content)
-        report = final_report(experiment, request.folder, cells, content, shown.tables, shown.figures)
+        own = [cell for cell in cells if cell in finished or cell in wanted.not_joined(cells)]
+        report = final_report(experiment, request.folder, own, content, shown.tables, shown.figures)
         write_report(request.folder / experiment.report_file, report)
     return replace(outcome, failures=failures, folder=request.folder, shown=shown.text, content=content)
 
 
-def _missing(cells: Sequence[Cell], request: Request, report_file: str) -> list[Cell]:
-    """Run this shard's part of the cells, and return those of it that were not finished before."""
-    mine = part_of(cells, *request.shard)
+def _missing(mine: Sequence[Cell], request: Request, report_file: str) -> list[Cell]:
+    """Run this machine's cells, and return those of them that were not finished before."""
     missing = [cell for cell in mine if cell.results() is None]
     if request.train and mine:
         with live_report(request.folder / report_file, request.command, mine):

@@ -29,8 +29,8 @@ PAPERS_RATE = (2_637_072, 20_000 * 64 * 256 / (65.88 * 60)), (72_492_096, 20_000
 def plan(experiment: Experiment, request: Request) -> Table:
     """A row for each column and mechanism: number of runs, parameters, tokens, and hours on this machine."""
     wanted = wanted_runs(experiment.at(request.scale, request.columns), request)
-    parts = [part_of(some, *request.shard) for some in (wanted.search.expected, wanted.here) if some]
-    cells = [cell for part in parts for cell in part if cell.results() is None]
+    tries, reported = (part_of(some, *request.shard) for some in (wanted.search.expected, wanted.cells))
+    cells = [cell for cell in (*tries, *wanted.not_joined(reported)) if cell.results() is None]
     groups: dict[tuple[str, str, bool], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.column, cell.row, bool(cell.choice)), []).append(cell)

@@ -35,23 +35,23 @@ class Search:
         rows: Sequence[Row],
         elsewhere: Collection[tuple[str, str]] = (),
     ) -> None:
-        """Of columns and rows that are tuned elsewhere nothing is tried, unless it was begun here."""
-        self.experiment, self.where = experiment, (folder, scale, rows)
-        cells = experiment.tuning_cells(*self.where, experiment.tuning.rounds[0][0]) if experiment.tuning else []
-        begun = {(cell.column, cell.row) for cell in cells if cell.run.exists}
-        self.left_out = set(elsewhere) - begun
+        """Of columns and rows that are tuned elsewhere nothing is tried."""
+        self.experiment, self.where, self.left_out = experiment, (folder, scale, rows), set(elsewhere)
         self.rounds: list[Losses] = []
         """Of each round so far, the losses."""
         self.choices: dict[str, Mapping[str, Any]] = {}
         """Everything that was tried, by its label."""
         self.extending = False
+        self.extensions: set[str] = set()
+        """Runs past the ends of the grid that were given already: one that comes to nothing is not given again."""
 
     def next(self) -> list[Cell]:
         tuning = self.experiment.tuning
         if tuning is None:
             return []
         if len(self.rounds) == 1:
-            cells = self._cells(0, self._beyond())
+            cells = [cell for cell in self._cells(0, self._beyond()) if cell.label not in self.extensions]
+            self.extensions |= {cell.label for cell in cells}
             self.extending = bool(cells)
             if cells:
                 return cells
