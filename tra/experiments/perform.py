@@ -146,12 +146,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         for cell in cells
         if cell not in undecided or not request.train
     ]
-    for cell in cells:
-        if (cell.column, cell.row) in elsewhere and cell.run.exists:
-            try:
-                cell.run.check_recipe(cell.recipe)
-            except ValueError as error:
-                raise ValueError(f"join must name results that were tuned as the runs here are, but {error}") from error
+    _check_runs_here([cell for cell in cells if (cell.column, cell.row) in elsewhere])
     # Divided among machines before anything is left out, so that all divide alike whatever each of them joins.
     mine = wanted.not_joined(part_of(cells, *request.shard))
     missing += _missing(mine, request, experiment.report_file)
@@ -190,10 +185,21 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         }
         shown = _show(experiment, outcome, tuning_tables(experiment, rounds), request)
         write_json(stored, content)
-        own = [cell for cell in cells if cell in finished or cell in wanted.not_joined(cells)]
+        here = dict.fromkeys([*finished, *wanted.not_joined(cells)])
+        own = [cell for cell in cells if cell in here]
         report = final_report(experiment, request.folder, own, content, shown.tables, shown.figures)
         write_report(request.folder / experiment.report_file, report)
     return replace(outcome, failures=failures, folder=request.folder, shown=shown.text, content=content)
+
+
+def _check_runs_here(cells: Sequence[Cell]) -> None:
+    """Raise a ValueError if one of these, which were tuned elsewhere, was run here with other settings."""
+    for cell in cells:
+        if cell.run.exists:
+            try:
+                cell.run.check_recipe(cell.recipe)
+            except ValueError as error:
+                raise ValueError(f"join must name results that were tuned as the runs here are, but {error}") from error
 
 
 def _missing(mine: Sequence[Cell], request: Request, report_file: str) -> list[Cell]:
