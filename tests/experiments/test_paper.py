@@ -22,7 +22,7 @@ from tra.experiments.figure2 import FIGURE2
 from tra.experiments.figure3 import FIGURE3, TEXT
 from tra.experiments.longer import LONGER
 from tra.experiments.norms import COMPARED, NORMS
-from tra.experiments.passkey import PASSKEY
+from tra.experiments.passkey import PASSKEY, SEQUENCES
 from tra.experiments.perform import Request, wanted_runs
 from tra.experiments.steps import STEPS, STEPS_OF
 from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
@@ -97,7 +97,7 @@ def test_the_protocol_is_the_same_for_every_mechanism_and_task() -> None:
     assert all(recipe_of().learning_rate in grid for recipe_of in SMALL_SCALE.values())
 
 
-@pytest.mark.parametrize("name", ["table1", "norms", "aids", "figure2"])
+@pytest.mark.parametrize("name", ["table1", "norms", "aids", "figure2", "passkey", "steps"])
 def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: str) -> None:
     """Those of the lowest loss of the last round, or of the lowest rate among losses that are as low."""
     stored = json.loads((RESULTS / name / "results.json").read_text())
@@ -126,24 +126,39 @@ STRINGS = [
 FLIPS = [("flip_flop", name, 4096) for name in ("iid", "sparse", "dense")]
 
 
-@pytest.mark.parametrize("heading, places", [("iid", FLIPS), ("induct 8", STRINGS)], ids=["flip-flop", "strings"])
-def test_the_readme_shows_what_is_stored(heading: str, places: list[tuple[str, str, int]]) -> None:
+KEYS = [("passkey", "passkey", length) for length in SEQUENCES]
+WINDOWS = [("wikitext103", "valid", window) for window in (128, 1024, 4096)]
+
+
+@pytest.mark.parametrize(
+    "heading, name, places, measure, digits",
+    [
+        ("iid", "table1", FLIPS, "exact_match", 2),
+        ("induct 8", "table1", STRINGS, "exact_match", 2),
+        ("key at 32", "passkey", KEYS, "exact_match", 2),
+        ("window 128", "figure2", WINDOWS, "perplexity", 1),
+    ],
+    ids=["flip-flop", "strings", "passkey", "text"],
+)
+def test_the_readme_shows_what_is_stored(
+    heading: str, name: str, places: list[tuple[str, str, int]], measure: str, digits: int
+) -> None:
     """Every entry is the mean over seeds of a stored result."""
-    stored = json.loads((RESULTS / "table1" / "results.json").read_text())["results"]
+    stored = json.loads((RESULTS / name / "results.json").read_text())["results"]
     readme = (RESULTS.parents[1] / "README.md").read_text()
     table = readme[readme.index(f"| attention | {heading} |") :].split("\n\n")[0].splitlines()[2:]
     assert len(table) > 4
     for line in table:
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        for name in label.split(" (")[0].split(", "):
+        for row in label.split(" (")[0].split(", "):
             assert len(cells) == len(places)
             for cell, place in zip(cells, places, strict=True):
                 values = [
-                    row["exact_match"]
-                    for row in stored
-                    if (row["attention"], row["column"], row["set"], row["length"]) == (name, *place)
+                    entry[measure]
+                    for entry in stored
+                    if (entry["attention"], entry["column"], entry["set"], entry["length"]) == (row, *place)
                 ]
-                assert f"{sum(values) / len(values):.2f}" == cell.split(" [")[0].strip("*")
+                assert f"{sum(values) / len(values):.{digits}f}" == cell.split(" [")[0].strip("*")
 
 
 @pytest.mark.usefixtures("run_here")
