@@ -23,7 +23,7 @@ from tra.runs.batches import training_batches
 from tra.runs.distributed import agreed, make_accelerator
 from tra.runs.evaluation import measure_all
 from tra.runs.folder import Run
-from tra.runs.memory import check_training
+from tra.runs.memory import check_training, reuse_memory
 from tra.tasks import Batch, Task
 from tra.tasks.base import seed_of
 
@@ -59,6 +59,7 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
     if accelerator.device.type == "cpu":
         rows = recipe.batch // (accelerator.num_processes * recipe.accumulate)
         check_training(recipe.model, rows, recipe.length)
+        reuse_memory()
     first = accelerator.is_main_process
     run.check_place()  # before a text is made ready, which may take long
     with nullcontext() if first else hidden():
