@@ -3,7 +3,7 @@
 from tra.experiments.base import Experiment, Row
 from tra.experiments.table1 import SMALL_SCALE, SMOKE, TABLE1
 
-COLUMNS = ("induct_once", "copy_unique", "instructed", "flip_flop")
+COLUMNS = ("induct_once", "induct_recent", "copy_unique", "recall", "instructed", "flip_flop")
 
 AIDS = Experiment(
     scales={

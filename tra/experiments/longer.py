@@ -4,10 +4,11 @@ from dataclasses import replace
 
 from tra.experiments.base import Experiment
 from tra.experiments.scales import shrunk
-from tra.experiments.table1 import SMALL_SCALE, TABLE1
+from tra.experiments.table1 import AIDED, SMALL_SCALE, TABLE1
 from tra.recipes import Recipe, RecipeOf
 
 TIMES = 4
+TRAINED_ON = ("copy_unique", "induct_recent", "recall", "instructed")
 
 
 def _longer(recipe_of: RecipeOf) -> RecipeOf:
@@ -18,12 +19,12 @@ def _longer(recipe_of: RecipeOf) -> RecipeOf:
     return recipe
 
 
-COLUMNS = {column: _longer(SMALL_SCALE[column]) for column in ("copy_unique", "induct_recent", "instructed")}
+COLUMNS = {column: _longer(SMALL_SCALE[column]) for column in TRAINED_ON}
 assert TABLE1.tuning is not None
 
 LONGER = Experiment(
     scales={"smoke": {column: shrunk(recipe_of) for column, recipe_of in COLUMNS.items()}, "small": COLUMNS},
-    rows=("tra", "tra-distance-only", "fot", "stick-breaking", "selective", "cope"),
+    rows=("tra", AIDED, "tra-distance-only", "fot", "stick-breaking", "selective", "cope"),
     seeds=3,
     # As many steps of tuning as the table has.
     tuning=replace(TABLE1.tuning, rounds=tuple((share / TIMES, number) for share, number in TABLE1.tuning.rounds)),
