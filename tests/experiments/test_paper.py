@@ -22,7 +22,7 @@ from tra.experiments.figure2 import FIGURE2
 from tra.experiments.figure3 import FIGURE3, TEXT
 from tra.experiments.longer import LONGER
 from tra.experiments.norms import COMPARED, NORMS
-from tra.experiments.passkey import PASSKEY, SEQUENCES
+from tra.experiments.passkey import PASSKEY
 from tra.experiments.perform import Request, wanted_runs
 from tra.experiments.steps import STEPS, STEPS_OF
 from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
@@ -97,7 +97,7 @@ def test_the_protocol_is_the_same_for_every_mechanism_and_task() -> None:
     assert all(recipe_of().learning_rate in grid for recipe_of in SMALL_SCALE.values())
 
 
-@pytest.mark.parametrize("name", ["table1", "norms", "aids", "figure2", "passkey", "steps"])
+@pytest.mark.parametrize("name", ["table1", "norms", "aids", "gates", "figure2", "passkey", "steps"])
 def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: str) -> None:
     """Those of the lowest loss of the last round, or of the lowest rate among losses that are as low."""
     stored = json.loads((RESULTS / name / "results.json").read_text())
@@ -119,46 +119,58 @@ def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: 
             assert norm == chosen.get("model.attention_options.qk_norm", "qk_norm=True" in row["attention"])
 
 
-STRINGS = [
-    *(("induct_once", "induct", n) for n in (8, 16, 32, 64)),
-    *(("copy_unique", "copy", n) for n in (8, 16, 24, 32)),
-]
-FLIPS = [("flip_flop", name, 4096) for name in ("iid", "sparse", "dense")]
+SHOWN = {
+    "flip-flop 64x": ("table1", "flip_flop", "sparse", 4096),
+    "key 128x": ("passkey", "passkey", "passkey", 4096),
+    "induct 8x": ("table1", "induct_once", "induct", 64),
+    "recent 8x": ("table1", "induct_recent", "induct", 64),
+    "recall 8x": ("table1", "recall", "recall", 96),
+    "copy 2x": ("table1", "copy_unique", "copy", 16),
+    "instructed 2x": ("table1", "instructed", "all", 16),
+    "parity 2x": ("table1", "parity", "parity", 16),
+    "text 32x": ("figure2", "wikitext103", "valid", 4096),
+}
+"""What the columns of the README's table are: results, column, set and length."""
 
 
-KEYS = [("passkey", "passkey", length) for length in SEQUENCES]
-WINDOWS = [("wikitext103", "valid", window) for window in (128, 1024, 4096)]
+def rows_of(page: str, start: str) -> list[list[str]]:
+    """The cells of the table that begins with these words, without the line below its heading."""
+    lines = page[page.index(start) :].split("\n\n")[0].splitlines()
+    heading, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [heading, *rows]
 
 
-@pytest.mark.parametrize(
-    "heading, name, places, measure, digits",
-    [
-        ("iid", "table1", FLIPS, "exact_match", 2),
-        ("induct 8", "table1", STRINGS, "exact_match", 2),
-        ("key at 32", "passkey", KEYS, "exact_match", 2),
-        ("window 128", "figure2", WINDOWS, "perplexity", 1),
-    ],
-    ids=["flip-flop", "strings", "passkey", "text"],
-)
-def test_the_readme_shows_what_is_stored(
-    heading: str, name: str, places: list[tuple[str, str, int]], measure: str, digits: int
-) -> None:
-    """Every entry is the mean over seeds of a stored result."""
-    stored = json.loads((RESULTS / name / "results.json").read_text())["results"]
-    readme = (RESULTS.parents[1] / "README.md").read_text()
-    table = readme[readme.index(f"| attention | {heading} |") :].split("\n\n")[0].splitlines()[2:]
-    assert len(table) > 4
-    for line in table:
-        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        for row in label.split(" (")[0].split(", "):
-            assert len(cells) == len(places)
-            for cell, place in zip(cells, places, strict=True):
-                values = [
-                    entry[measure]
-                    for entry in stored
-                    if (entry["attention"], entry["column"], entry["set"], entry["length"]) == (row, *place)
-                ]
-                assert f"{sum(values) / len(values):.{digits}f}" == cell.split(" [")[0].strip("*")
+def test_the_readme_shows_what_is_stored() -> None:
+    """Every entry is the mean over seeds, empty where nothing was measured, and the best are bold; below them intervals
+    of the first row and of the best that is no form of TRA, and how many sequences were read."""
+    heading, *rows = rows_of((RESULTS.parents[1] / "README.md").read_text(), "| attention | flip-flop 64x |")
+    *rows, of_first, of_rival, sequences = rows
+    assert heading[1:] == list(SHOWN)
+    assert len(rows) > 8
+    for place, (name, column, evaluated, length) in enumerate(SHOWN.values(), start=1):
+        measured: dict[str, list[float]] = {}
+        for entry in json.loads((RESULTS / name / "results.json").read_text())["results"]:
+            if (entry["column"], entry["set"], entry["length"]) == (column, evaluated, length):
+                value = entry["exact_match"] if entry["measure"] == "exact_match" else -entry["perplexity"]
+                measured.setdefault(entry["attention"], []).append(value)
+        means = {row: sum(values) / len(values) for row, values in measured.items()}
+        digits = 1 if column == "wikitext103" else 2
+        best = max(round(mean, digits) for mean in means.values())
+        for cells in rows:
+            mean = means.get(cells[0])
+            shown = "" if mean is None else f"{abs(mean):.{digits}f}"
+            bold = mean is not None and round(mean, digits) == best
+            assert cells[place] == (f"**{shown}**" if bold else shown), (cells[0], heading[place])
+
+        title = "Perplexity per token" if column == "wikitext103" else f"{column}\n"
+        page = (RESULTS / name / "table.md").read_text()
+        lengths, *stored = rows_of(page[page.index(f"## {title}") :], "| attention |")
+        at = lengths.index(f"{length:,}" if column == "wikitext103" else f"{evaluated} {length:,}")
+        cell_of = {row[0]: row[at].strip("*") for row in stored}
+        rival = max((row for row in means if not row.startswith("tra")), key=lambda row: means[row])
+        for row, cells in ((rows[0][0], of_first), (rival, of_rival)):
+            assert cell_of[row].endswith(f" {cells[place]}"), (cells[0], heading[place], row)
+        assert sequences[place] == cell_of["test sequences"]
 
 
 @pytest.mark.usefixtures("run_here")

@@ -19,7 +19,7 @@ SETS = {
 """The evaluation sets of each of the paper's tasks on strings."""
 
 OTHERS = {"recall": ("recall",), "parity": ("parity",)}
-"""Those of tasks that the paper does not have."""
+"""Those of tasks that neither the paper has nor version 0.1 had."""
 
 LONGER = dict.fromkeys(SETS, (50, 100, 150, 200, 250, 300)) | {"instructed": (50, 100, 200, 300, 400, 500)}
 
