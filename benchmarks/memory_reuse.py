@@ -1,4 +1,4 @@
-"""What it is worth to use freed memory again: processor time and page faults of a training step, with and without.
+"""What it is worth to use freed memory again: processor time and page faults of a step, and the most memory held.
 
     python benchmarks/memory_reuse.py
 
@@ -20,8 +20,8 @@ from tra.runs.memory import reuse_memory
 WARM_UP = 4
 
 
-def step_costs(steps: int) -> tuple[float, float]:
-    """Median milliseconds of processor time and mean page faults of a step."""
+def step_costs(steps: int) -> tuple[float, float, float]:
+    """Median milliseconds of processor time and mean page faults of a step, and the most MB held."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Decoder(DecoderConfig(vocabulary=4096, layers=4, heads=4, width=128, dropout=0.0))
@@ -38,8 +38,8 @@ def step_costs(steps: int) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.process_time() - start)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    return 1e3 * statistics.median(times[WARM_UP:]), faults / steps
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return 1e3 * statistics.median(times[WARM_UP:]), (usage.ru_minflt - faults) / steps, usage.ru_maxrss / 1024
 
 
 def main() -> None:
@@ -62,8 +62,10 @@ def main() -> None:
     medians = {
         kind: [statistics.median(column) for column in zip(*costs, strict=True)] for kind, costs in found.items()
     }
-    for kind, (milliseconds, faults) in medians.items():
-        print(f"{kind:>7}: {milliseconds:.0f} ms and {faults:,.0f} page faults a step")
+    for kind, (milliseconds, faults, megabytes) in medians.items():
+        print(
+            f"{kind:>7}: {milliseconds:.0f} ms and {faults:,.0f} page faults a step, at most {megabytes:,.0f} MB held"
+        )
     print(f"  ratio: {medians['reused'][0] / medians['usual'][0]:.2f}")
 
 

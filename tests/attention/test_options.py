@@ -13,7 +13,7 @@ from tra.options import checked_options, mismatch, written
 
 ROTARY = ["qk_norm", "theta", "scaling", "factor", "trained_length"]
 OPTIONS = {
-    "tra": ["qk_norm", "tolerance", "impl", "gate_bias", "gate_spread", "threshold", "straight_through"],
+    "tra": ["qk_norm", "tolerance", "impl", "gate_bias", "threshold", "straight_through"],
     "rope": ROTARY,
     "nope": ["qk_norm"],
     "sinusoidal": ["qk_norm", "theta"],
@@ -21,14 +21,14 @@ OPTIONS = {
     "t5": ["qk_norm", "buckets", "max_distance"],
     "kerple": ["qk_norm"],
     "fire": ["qk_norm", "hidden", "rate", "shortest"],
-    "fot": ["qk_norm", "gate_bias", "gate_spread"],
+    "fot": ["qk_norm", "gate_bias"],
     "cope": ["qk_norm", "positions"],
     "stick-breaking": ["qk_norm"],
     "differential": [*ROTARY, "lambda_start"],
     "selective": ROTARY,
     "tra-threshold-only": ["qk_norm", "tolerance", "impl", "threshold"],
-    "tra-distance-only": ["qk_norm", "tolerance", "impl", "gate_bias", "gate_spread"],
-    "tra-ordinary-distance": ["qk_norm", "gate_bias", "gate_spread", "threshold"],
+    "tra-distance-only": ["qk_norm", "tolerance", "impl", "gate_bias"],
+    "tra-ordinary-distance": ["qk_norm", "gate_bias", "threshold"],
 }
 
 
@@ -92,8 +92,7 @@ def test_options_come_in_the_order_of_the_signature_and_whole_numbers_as_floats(
         (
             "tra-distance-only",
             {"threshold": 1.0},
-            "attention_options of tra-distance-only must be among qk_norm, tolerance, impl, gate_bias, gate_spread, "
-            "got 'threshold'",
+            "attention_options of tra-distance-only must be among qk_norm, tolerance, impl, gate_bias, got 'threshold'",
         ),
         ("cope", {3: 1}, "attention_options of cope must be among qk_norm, positions, got 3"),
         ("rope", {"dropout": 0.5}, "must be among qk_norm, theta, scaling, factor, trained_length, got 'dropout'"),

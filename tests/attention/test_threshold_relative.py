@@ -72,13 +72,8 @@ def test_an_unknown_implementation_is_refused() -> None:
         ThresholdRelativeAttention(8, 2, impl="fast")
 
 
-def test_gates_start_as_asked() -> None:
-    """Spread: heads decay as ALiBi's do, by 2^-2, 2^-4, 2^-6 and 2^-8 a step with four of them."""
-    spread = ThresholdRelativeAttention(64, 4, gate_spread=True)
-    assert_close(torch.sigmoid(spread.gate.bias).log(), -(2.0 ** -torch.tensor([2.0, 4.0, 6.0, 8.0])))
+def test_a_gate_starts_as_asked() -> None:
     assert ThresholdRelativeAttention(64, 4, gate_bias=3.0).gate.bias.tolist() == [3.0] * 4
-    with pytest.raises(ValueError, match="gate_bias must be None with gate_spread, which sets it for each head"):
-        ThresholdRelativeAttention(64, 4, gate_bias=3.0, gate_spread=True)
 
 
 def test_straight_through_moves_gradients_in_training_and_nothing_else() -> None:

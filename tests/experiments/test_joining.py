@@ -17,6 +17,7 @@ from tra.experiments.base import Cell
 from tra.experiments.cost import COST
 from tra.experiments.demo import DEMO
 from tra.experiments.figure1 import FIGURE1
+from tra.progress import shown
 from tra.recipes import Recipe
 
 
@@ -62,6 +63,20 @@ def test_parts_of_an_experiment_make_the_tables_of_the_whole(tmp_path: Path, mon
     none = tmp_path / "none"
     TUNED.perform(Request(none, "smoke", train=False, join=[last / "results.json"]))
     assert (none / "table.md").read_text() == (whole / "table.md").read_text()
+
+
+@pytest.mark.usefixtures("run_here")
+def test_seeds_that_a_join_leaves_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    TUNED.perform(Request(tmp_path / "two", "smoke", seeds=2))
+    capsys.readouterr()
+    for seeds, said in ((1, True), (2, False)):
+        request = Request(
+            tmp_path / f"join-{seeds}", "smoke", seeds=seeds, train=False, join=[tmp_path / "two/results.json"]
+        )
+        with shown():
+            TUNED.perform(request)
+        output = "".join(capsys.readouterr())
+        assert ("--seeds 2 takes them in" in " ".join(output.split())) == said
 
 
 def test_what_was_tuned_and_run_elsewhere_is_neither_tuned_nor_run_again(

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tra.attention.alibi import head_slopes
 from tra.attention.base import Attention
 
 
@@ -17,7 +16,6 @@ class GatedAttention(Attention):
 
     Args:
         gate_bias: b at the start, by default as PyTorch chooses it at random; 5 is nearly no decay.
-        gate_spread: start b at a different value in each head, so that heads decay as fast as those of ALiBi do.
     """
 
     def __init__(
@@ -27,16 +25,10 @@ class GatedAttention(Attention):
         kv_heads: int | None = None,
         *,
         gate_bias: float | None = None,
-        gate_spread: bool = False,
         **shared: Any,
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
-        if gate_spread and gate_bias is not None:
-            raise ValueError(f"gate_bias must be None with gate_spread, which sets it for each head, got {gate_bias!r}")
         self.gate = linear_gate(width, heads, gate_bias)
-        if gate_spread:
-            with torch.no_grad():  # log sigmoid(b) = -slope
-                self.gate.bias.copy_(-torch.tensor(head_slopes(heads)).expm1().log())
 
     def gates(self, x: Tensor) -> Tensor:
         return torch.sigmoid(self.gate(x)).transpose(1, 2)

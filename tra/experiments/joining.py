@@ -1,7 +1,7 @@
 """Results of the same experiment from elsewhere, beside those of the runs that are here."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ class Joined(NamedTuple):
     """The evidence of tuning."""
     sessions: list[Any]
     recipes: dict[str, Any]
+    more_seeds: set[int]
+    """Those that are stored beyond the ones asked for."""
 
     @property
     def by_column(self) -> dict[Place, dict[str, Any]]:
@@ -44,7 +46,7 @@ def joined_results(
     A run that is in several of them counts as in the first. A ValueError says which file is of something else, and why.
     Of an experiment as it is at the scale and with the columns asked for.
     """
-    joined = Joined([], {}, {}, [], {})
+    joined = Joined([], {}, {}, [], {}, set())
     seen = {_run(record) for record in here}
     runs = [
         f"{column} {row.label} seed {seed}"
@@ -62,6 +64,7 @@ def joined_results(
                 _take_evidence(stored["tuning"], place, experiment, joined)
             seen |= set(map(_run, new))
             joined.records.extend(new)
+            joined.more_seeds.update(_more_seeds(stored["results"], experiment.columns(scale), rows, seeds))
             joined.sessions.extend(stored["sessions"])
             joined.failures.update({label: why for label, why in stored["failures"].items() if label in asked})
             joined.recipes.update({record.column: stored["recipes"][record.column] for record in new})
@@ -131,6 +134,14 @@ def _records(
     if not records:
         raise ValueError("it has none of the columns, rows and seeds that are asked for")
     return records
+
+
+def _more_seeds(
+    results: Sequence[Mapping[str, Any]], columns: Collection[str], rows: Sequence[Row], seeds: int
+) -> set[int]:
+    labels = {row.label for row in rows}
+    of_places = [entry for entry in results if entry["column"] in columns and entry["attention"] in labels]
+    return {entry["seed"] for entry in of_places if entry["seed"] >= seeds}
 
 
 def _tuned(experiment: Experiment, row: str) -> set[str]:

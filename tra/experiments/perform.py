@@ -105,6 +105,8 @@ def wanted_runs(experiment: Experiment, request: Request) -> Wanted:
     if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
         raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
     joined = joined_results(request.join, experiment, request.scale, rows, seeds)
+    if joined.more_seeds:
+        say(f"what is joined has more seeds than are shown; --seeds {max(joined.more_seeds) + 1} takes them in")
     search = Search(experiment, request.folder, request.scale, rows, joined.by_column)
     _ = search.expected  # raises what is wrong with the grid
     cells = experiment.cells(request.folder, request.scale, seeds, rows)

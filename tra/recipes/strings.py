@@ -64,8 +64,8 @@ SMALL = {
     "recall": _Size({"keys": 64}, length=12, steps=2000, layers=2, width=128),
     "parity": _Size({}, steps=1500, layers=2, width=128),
 }
-"""Sizes at which, in trials on a seed that is not reported, several mechanisms learn the task within its length; the
-last three do so with the small model of flip-flop, which leaves time for more mechanisms."""
+"""Sizes at which, in trials on a seed that is not reported, several mechanisms learn the task within its length.
+induct_recent, recall and parity have the small model of flip-flop, which leaves time for more mechanisms."""
 
 
 def small(task: str, attention: str = "tra") -> Recipe:

@@ -20,11 +20,13 @@ def reuse_memory() -> None:
 
     By itself it gives blocks above 32 MiB back at once, such as the logits of a batch of text, and a step then waits
     for the kernel to clear new pages. Larger ones still go back: kept, they leave holes, and memory doubles. Elsewhere
-    than with glibc nothing happens.
+    than with glibc nothing happens, nor where the environment sets its allocator.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, REUSED)
+    if os.name != "posix" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # Old versions refuse so much; to set the second alone would make them give back what they now keep.
+    if mallopt is not None and mallopt(M_MMAP_THRESHOLD, REUSED):
         mallopt(M_TRIM_THRESHOLD, KEPT)
 
 
