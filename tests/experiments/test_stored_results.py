@@ -1,0 +1,116 @@
+"""What docs/results holds: tuning that agrees with the settings used; README and docs that show what is stored."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tra.experiments.base import choice_label
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize("name", ["table1", "norms", "aids", "gates", "figure2", "passkey", "steps"])
+def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: str) -> None:
+    """Those of the lowest loss of the last round, or of the lowest rate among losses that are as low."""
+    stored = json.loads((RESULTS / name / "results.json").read_text())
+    used: dict[str, list[dict[str, Any]]] = {}
+    for row in stored["results"]:
+        used.setdefault(f"{row['column']} {row['attention']}", []).append(row)
+    assert set(used) == set(stored["tuning"])
+    for label, evidence in stored["tuning"].items():
+        last = evidence["rounds"][-1]["losses"]
+        chosen = evidence["chosen"]
+        assert last[choice_label(chosen)] <= min(last.values()) + 1e-4
+        good = [label for label, loss in last.items() if loss <= min(last.values()) + 1e-4]
+        rates = {label: float(label.split()[0].removeprefix("learning_rate=")) for label in good}
+        assert chosen["learning_rate"] == min(rates.values())
+        assert not set(evidence["seeds"]) & {row["seed"] for row in used[label]}
+        for row in used[label]:
+            assert row["learning_rate"] == chosen["learning_rate"]
+            norm = row["options"].get("qk_norm", True)
+            assert norm == chosen.get("model.attention_options.qk_norm", "qk_norm=True" in row["attention"])
+
+
+SHOWN = {
+    "flip-flop 64x": ("table1", "flip_flop", "sparse", 4096),
+    "key 128x": ("passkey", "passkey", "passkey", 4096),
+    "induct 8x": ("table1", "induct_once", "induct", 64),
+    "recent 8x": ("table1", "induct_recent", "induct", 64),
+    "recall 8x": ("table1", "recall", "recall", 96),
+    "copy 2x": ("table1", "copy_unique", "copy", 16),
+    "instructed 2x": ("table1", "instructed", "all", 16),
+    "parity 2x": ("table1", "parity", "parity", 16),
+    "text 32x": ("figure2", "wikitext103", "valid", 4096),
+}
+"""What the columns of the README's table are: results, column, set and length."""
+
+
+def rows_of(page: str, start: str) -> list[list[str]]:
+    """The cells of the table that begins with these words, without the line below its heading."""
+    lines = page[page.index(start) :].split("\n\n")[0].splitlines()
+    heading, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [heading, *rows]
+
+
+def means_at(entries: list[dict[str, Any]], length: int) -> dict[str, float]:
+    """Over seeds, for each row; of perplexity what is lower is greater."""
+    values: dict[str, list[float]] = {}
+    for entry in entries:
+        if entry["length"] == length:
+            value = entry["exact_match"] if entry["measure"] == "exact_match" else -entry["perplexity"]
+            values.setdefault(entry["attention"], []).append(value)
+    return {row: sum(of_row) / len(of_row) for row, of_row in values.items()}
+
+
+@pytest.mark.parametrize(
+    "section, name, title",
+    [
+        ("### Induction", "table1", "induct_once\n"),
+        ("### Copying", "table1", "copy_unique\n"),
+        ("### Associative recall", "table1", "recall\n"),
+        ("### The most recent occurrence", "table1", "induct_recent\n"),
+        ("### Parity", "table1", "parity\n"),
+        ("### A key in noise", "passkey", "passkey\n"),
+        ("## Reading past the window", "figure2", "Perplexity per token"),
+    ],
+)
+def test_the_page_of_results_shows_the_tables_that_were_made(section: str, name: str, title: str) -> None:
+    page, made = (RESULTS.parent / "results.md").read_text(), (RESULTS / name / "table.md").read_text()
+    shown = rows_of(page[page.index(f"{section}\n") :], "| attention |")
+    assert shown[1:] == rows_of(made[made.index(f"## {title}") :], "| attention |")[1:]
+
+
+def test_the_readme_shows_what_is_stored() -> None:
+    """Every entry is the mean over seeds, empty where nothing was measured, and the best are bold; below them intervals
+    of the first row and of the best that is no form of TRA, and how many sequences were read."""
+    heading, *rows = rows_of((RESULTS.parents[1] / "README.md").read_text(), "| attention | flip-flop 64x |")
+    *rows, of_first, of_rival, sequences = rows
+    assert heading[1:] == list(SHOWN)
+    for place, (name, column, evaluated, length) in enumerate(SHOWN.values(), start=1):
+        text = column == "wikitext103"
+        stored = json.loads((RESULTS / name / "results.json").read_text())["results"]
+        entries = [entry for entry in stored if (entry["column"], entry["set"]) == (column, evaluated)]
+        means = means_at(entries, length)
+        within = means_at(entries, min(entry["length"] for entry in entries))
+        digits = 1 if text else 2
+        best = max(round(mean, digits) for mean in means.values())
+        for cells in rows:
+            mean = means.get(cells[0])
+            shown = "" if mean is None else f"{abs(mean):.{digits}f}"
+            bold = mean is not None and round(mean, digits) == best
+            shown = f"**{shown}**" if bold else shown
+            unlearned = mean is not None and not text and within[cells[0]] < 0.95
+            assert cells[place] == (f"{shown} †" if unlearned else shown), (cells[0], heading[place])
+        assert any(cells[place].startswith("**") for cells in rows), "the best is among those shown"
+
+        title = "Perplexity per token" if text else f"{column}\n"
+        page = (RESULTS / name / "table.md").read_text()
+        lengths, *lines = rows_of(page[page.index(f"## {title}") :], "| attention |")
+        at = lengths.index(f"{length:,}" if text else f"{evaluated} {length:,}")
+        cell_of = {row[0]: row[at].strip("*") for row in lines}
+        rival = max((row for row in means if not row.startswith("tra")), key=lambda row: means[row])
+        for row, cells in ((rows[0][0], of_first), (rival, of_rival)):
+            assert cell_of[row].endswith(f" {cells[place]}"), (cells[0], heading[place], row)
+        assert sequences[place] == cell_of["test sequences"]
