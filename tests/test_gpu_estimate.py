@@ -62,7 +62,7 @@ def test_rounds_are_those_of_the_kernels() -> None:
         launch.GROWTH,
         launch.PACKED_FROM,
     )
-    options = Options(1.0, 0.0, 0.0, 1e-7, None)
+    options = Options(1.0, 0.0, 0.0, 0.0, 1e-7, None)
     for length in (4_096, 16_384, 131_072):
         call = SimpleNamespace(rows=length, keys=length)
         assert estimate["rounds"](length) == launch._rounds(call, options)

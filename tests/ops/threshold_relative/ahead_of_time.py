@@ -139,15 +139,16 @@ def launches(family: str, dtype: torch.dtype, width: int, everything: bool = Fal
         mask = torch.ones(1, length, dtype=torch.bool) if everything else None
         segments = torch.zeros(1, length, dtype=torch.int64) if everything else None
         seed = torch.ones(1, dtype=torch.int64) if everything else None
-        inputs = Inputs(query, key[:, :2], value[:, :2], -torch.ones(1, 4, length), mask, segments, seed)
-        options = Options(width**-0.5, 0.0, 0.1 if everything else 0.0, 1e-7, width**0.5)
+        inputs = Inputs(query, key[:, :2], value[:, :2], -torch.ones(1, 4, length), mask, segments, seed, None, None)
+        options = Options(width**-0.5, 0.0, 0.0, 0.1 if everything else 0.0, 1e-7, width**0.5)
         for packed_from in (length, 2 * length):
             patch.setattr(launch, "PACKED_FROM", packed_from)
-            out, state = launch.forward(inputs, options)
-            launch.backward(out, inputs, out, state, options)
+            result = launch.forward(inputs, options, True)
+            launch.backward(result.out, inputs, result, options)
         long = torch.ones(1, 2, 4096, width, dtype=dtype)
         masks = (None if x is None else x.expand(1, 16, length).reshape(1, 4096) for x in (mask, segments))
-        launch.forward(Inputs(query[:, :, :1], long, long, -torch.ones(1, 4, 1), *masks, seed), options)
+        decoding = Inputs(query[:, :, :1], long, long, -torch.ones(1, 4, 1), *masks, seed, None, None)
+        launch.forward(decoding, options, False)
     return found
 
 

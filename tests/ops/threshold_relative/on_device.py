@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.ops.threshold_relative.call import Gradients, Implementation, Inputs, Options
+from tra.ops.threshold_relative.call import Gradients, Implementation, Inputs, Options, Result
 
 
 class OnDevice:
@@ -19,15 +19,14 @@ class OnDevice:
         tensors = (None if x is None else torch.empty_like(x, device="meta") for x in inputs)
         return self.implementation.refusal(Inputs(*tensors), options)
 
-    def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-        out, state = self.implementation.forward(self._there(inputs), options)
-        return out.to(inputs.query.device), state.to(inputs.query.device)
+    def forward(self, inputs: Inputs, options: Options, training: bool) -> Result:
+        result = self.implementation.forward(self._there(inputs), options, training)
+        return Result(*(None if x is None else x.to(inputs.query.device) for x in result))  # type: ignore[arg-type]
 
-    def backward(self, grad_out: Tensor, inputs: Inputs, out: Tensor, row_state: Tensor, options: Options) -> Gradients:
-        there = (x.to(self.device) for x in (grad_out, out, row_state))
-        moved, *states = there
-        gradients = self.implementation.backward(moved, self._there(inputs), *states, options)
-        return tuple(x.to(grad_out.device) for x in gradients)  # type: ignore[return-value]
+    def backward(self, grad_out: Tensor, inputs: Inputs, result: Result, options: Options) -> Gradients:
+        there: Any = Result(*(None if x is None else x.to(self.device) for x in result))  # type: ignore[arg-type]
+        gradients = self.implementation.backward(grad_out.to(self.device), self._there(inputs), there, options)
+        return Gradients(*(None if x is None else x.to(grad_out.device) for x in gradients))  # type: ignore[arg-type]
 
     def _there(self, inputs: Inputs) -> Any:
         return Inputs(*(None if x is None else x.to(self.device) for x in inputs))

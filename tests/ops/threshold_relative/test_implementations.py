@@ -29,9 +29,9 @@ class Fake:
         self.calls.append("refusal")
         return self.reason
 
-    def forward(self, inputs: Inputs, options: Options):  # type: ignore[no-untyped-def]
+    def forward(self, *arguments):  # type: ignore[no-untyped-def]
         self.calls.append("forward")
-        return reference.forward(inputs, options)
+        return reference.forward(*arguments)
 
     def backward(self, *arguments):  # type: ignore[no-untyped-def]
         self.calls.append("backward")
@@ -51,8 +51,8 @@ def test_the_native_kernel_is_asked_first_and_the_reference_last() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_reference_refuses_nothing(dtype: torch.dtype, device: str) -> None:
     tensors = (x.to(device) for x in random_inputs(width=300, dtype=dtype))
-    options = Options(scale=1.0, threshold=0.0, dropout=0.5, tolerance=0.0, score_bound=None)
-    assert reference.refusal(Inputs(*tensors, None, None, torch.tensor([1])), options) is None
+    options = Options(scale=1.0, threshold=0.0, straight_through=0.5, dropout=0.5, tolerance=0.0, score_bound=None)
+    assert reference.refusal(Inputs(*tensors, None, None, torch.tensor([1]), None, None), options) is None
 
 
 def test_auto_takes_the_first_that_is_willing(monkeypatch: pytest.MonkeyPatch) -> None:

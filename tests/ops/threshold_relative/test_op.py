@@ -59,12 +59,12 @@ def test_opcheck_finds_nothing(impl: str, masked: bool) -> None:
     inputs = with_gradients(random_inputs(queries=5, keys=9, kv_heads=2, dtype=dtype))
     masks = (torch.rand(2, 9) < 0.8, torch.zeros(2, 9, dtype=torch.int64)) if masked else (None, None)
     seed = torch.tensor([12345]) if masked else None
-    arguments = (*inputs, *masks, seed, 0.3, 0.0, 0.2 if masked else 0.0, 0.0, None, impl)
+    arguments = (*inputs, *masks, seed, None, None, 0.3, 0.0, 0.0, 0.2 if masked else 0.0, 0.0, None, True, impl)
     torch.library.opcheck(forward_op, arguments)
     with torch.no_grad():
-        out, row_state = forward_op(*arguments)
+        result = forward_op(*arguments)
     detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-    torch.library.opcheck(backward_op, (torch.randn_like(out), out, row_state, *detached))
+    torch.library.opcheck(backward_op, (torch.randn_like(result[0]), *result, *detached))
 
 
 @pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))

@@ -609,19 +609,19 @@ def test_what_it_cannot_take_it_refuses(inputs: tuple[Tensor, ...], message: str
         run(*inputs)
 
 
-OPTIONS = Options(1.0, 0.0, 0.0, 0.0, None)
+OPTIONS = Options(1.0, 0.0, 0.0, 0.0, 0.0, None)
 
 
 def on_fake_gpu(dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """As much of a call on a GPU as a refusal looks at."""
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(1, 2, 8, 64))
-    return Inputs(tensor, tensor, tensor, tensor, None, None, None)
+    return Inputs(tensor, tensor, tensor, tensor, *[None] * 5)
 
 
 def test_auto_takes_it_on_a_gpu_and_the_native_kernel_on_a_cpu() -> None:
     assert implementations.choose("auto", on_fake_gpu(), OPTIONS) == "triton"
     tensors = random_inputs(dtype=torch.float32)
-    assert implementations.choose("auto", Inputs(*tensors, None, None, None), OPTIONS) == "cpu"
+    assert implementations.choose("auto", Inputs(*tensors, *[None] * 5), OPTIONS) == "cpu"
     assert implementations.choose("auto", on_fake_gpu(torch.float64), OPTIONS) == "reference"
 
 
@@ -642,7 +642,7 @@ def test_without_triton_auto_says_once_what_to_install(monkeypatch: pytest.Monke
 def test_cpu_tensors_are_refused_unless_kernels_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INTERPRETED", False)
     tensors = random_inputs(dtype=torch.float32)
-    reason = triton.refusal(Inputs(*tensors, None, None, None), OPTIONS)
+    reason = triton.refusal(Inputs(*tensors, *[None] * 5), OPTIONS)
     assert reason == "needs tensors on a GPU, got cpu"
 
 
@@ -658,12 +658,12 @@ def test_tiles_walk_whole_blocks_of_the_rows_that_are_gathered() -> None:
 def test_an_implementation_on_another_device_gives_what_it_gives_here() -> None:
     inputs, grad = grouped(20, 8, 8), torch.randn(2, 4, 20, 8)
     moved = OnDevice(cpu, torch.device("cpu"))
-    call = Inputs(*inputs, None, None, None)
+    call = Inputs(*inputs, *[None] * 5)
     assert moved.refusal(call, OPTIONS) is None
-    out, state = moved.forward(call, OPTIONS)
-    assert torch.equal(out, run(*inputs, impl="cpu", scale=1.0, tolerance=0.0))
+    result = moved.forward(call, OPTIONS, True)
+    assert torch.equal(result.out, run(*inputs, impl="cpu", scale=1.0, tolerance=0.0))
     expected = gradients(inputs, grad, impl="cpu", scale=1.0, tolerance=0.0)[1:]
-    for left, right in zip(moved.backward(grad, call, out, state, OPTIONS), expected, strict=True):
+    for left, right in zip(moved.backward(grad, call, result, OPTIONS)[:4], expected, strict=True):
         assert torch.equal(left, right)
 
 

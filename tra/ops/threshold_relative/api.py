@@ -25,10 +25,11 @@ def threshold_relative_attention(
     key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     scale: float | None = None,
-    threshold: float = 0.0,
+    threshold: float | Tensor = 0.0,
+    straight_through: float = 0.0,
     dropout: float = 0.0,
     tolerance: float | None = None,
-    score_bound: float | None = None,
+    score_bound: float | Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Causal attention over the keys whose score passes a threshold, with distance counted among those keys.
@@ -40,8 +41,9 @@ def threshold_relative_attention(
         c_ij    = number of kept keys from j up to i, j itself included
         out_i   = sum_j softmax over kept j (s_ij + log_gate_i * c_ij) value_j
 
-    A query that keeps no key gets exactly 0. Gradients flow through s, log_gate and value; keep and c are
-    piecewise constant. The last query is aligned with the last key: ``Lq < Lk`` is decoding with a cache.
+    A query that keeps no key gets exactly 0. Gradients flow through s, log_gate and value; keep and c are piecewise
+    constant, and pass gradients only with ``straight_through``. The last query is aligned with the last key:
+    ``Lq < Lk`` is decoding with a cache.
 
     Args:
         query: ``[B, Hq, Lq, D]``.
@@ -51,20 +53,24 @@ def threshold_relative_attention(
         key_mask: ``[B, Lk]`` boolean, False for padding, which is never attended and never counted.
         segment_ids: ``[B, Lk]`` integers; a query sees only keys of its own segment (packed documents).
         scale: factor on the scores, ``1 / sqrt(D)`` by default.
-        threshold: a key is kept when its score is greater.
+        threshold: a key is kept when its score is greater. A number, or a tensor that broadcasts to ``[B, Hq, Lq]``.
+        straight_through: temperature of the sigmoid that takes the place of the threshold in backward (a
+            straight-through estimator): keys that are left out learn too, and a threshold tensor gets a gradient. The
+            output does not change. 0 is the published rule: no gradient passes the threshold.
         dropout: probability of dropping a weight, in [0, 1). The mask comes from PyTorch's generator.
         tolerance: largest error allowed in exchange for stopping early, relative to the largest value.
             None means rounding of float32, 0.0 visits every key, more than 1.0 is 1.0. The reference always
             visits every key.
-        score_bound: a bound on the absolute scores of kept keys that the caller vouches for; None computes one
-            where an implementation needs it. On a CPU a kept score beyond it is an error, if it lies within the row's
-            reach: beyond the early stop nobody looks.
+        score_bound: a bound on the absolute scores of kept keys that the caller vouches for: a number, or a tensor that
+            broadcasts to ``[B, Hq, Lq]``, where a row that is not finite has no bound and never stops early. None
+            computes one where an implementation needs it. On a CPU a kept score beyond it is an error, if it lies
+            within the row's reach: beyond the early stop nobody looks.
         impl: "auto" or the name of an implementation, which is then used or refused, never replaced.
 
     Returns:
-        ``[B, Hq, Lq, Dv]`` in the dtype of query, differentiable once. A NaN or infinity in a query or gate makes that
-        row NaN, one in a value makes the rows NaN that keep its key before they stop, and a key that holds one is
-        treated as padding. A row that is NaN has gradients of NaN and no part in those of keys and values.
+        ``[B, Hq, Lq, Dv]`` in the dtype of query, differentiable once. A NaN or infinity in a query, gate or threshold
+        tensor makes that row NaN, one in a value makes the rows NaN that keep its key before they stop, and a key that
+        holds one is treated as padding. A row that is NaN has gradients of NaN and no part in those of keys and values.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 4, 16, 8).unbind(0)
@@ -78,17 +84,38 @@ def threshold_relative_attention(
         check_masks(key_mask, segment_ids, key.shape[0], key.shape[2], key.device)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3])
-    _check_options(query.dtype, scale, threshold, dropout, tolerance, score_bound)
+    if threshold is None:
+        raise ValueError("threshold must be a number or a tensor, got None")
+    row_threshold, threshold = _per_row("threshold", threshold, query)
+    row_bound, score_bound = _per_row("score_bound", score_bound, query)
+    _check_options(query.dtype, scale, threshold, straight_through, dropout, tolerance, score_bound)
     seed = torch.randint(2**62, (1,), device=query.device) if dropout > 0.0 else None
-    inputs = Inputs(query, key, value, log_gate, key_mask, segment_ids, seed)
+    inputs = Inputs(query, key, value, log_gate, key_mask, segment_ids, seed, row_threshold, row_bound)
     options = Options(
         float(scale),
-        float(threshold),
+        float(threshold or 0.0),
+        float(straight_through),
         float(dropout),
         ROUNDING if tolerance is None else 1.0 if tolerance > 1.0 else float(tolerance),
         None if score_bound is None else float(score_bound),
     )
     return attend(inputs, options, choose(impl, inputs, options))
+
+
+def _per_row(name: str, given: float | Tensor | None, query: Tensor) -> tuple[Tensor | None, float | None]:
+    """A number for each row, or one for all."""
+    if not isinstance(given, Tensor):
+        return None, given
+    rows = query.shape[:3]
+    if not given.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {given.dtype}")
+    if given.device != query.device:
+        raise ValueError(f"{name} must be on the device of query, {query.device}, got {given.device}")
+    if given.dim() > 3 or any(
+        size not in (1, whole) for size, whole in zip(reversed(given.shape), reversed(rows), strict=False)
+    ):
+        raise ValueError(f"{name} must broadcast to [B, Hq, Lq] = {list(rows)}, got shape {_shape(given)}")
+    return given.expand(rows), None
 
 
 def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,22 +196,26 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) 
 def _check_options(
     dtype: torch.dtype,
     scale: float,
-    threshold: float,
+    threshold: float | None,
+    straight_through: float,
     dropout: float,
     tolerance: float | None,
     score_bound: float | None,
 ) -> None:
-    for name, number in (("scale", scale), ("threshold", threshold), ("dropout", dropout)):
+    """`threshold` and `score_bound` are None where they are tensors."""
+    for name, number in (("scale", scale), ("straight_through", straight_through), ("dropout", dropout)):
         if number is None:
             raise ValueError(f"{name} must be a number, got None")
     # Comparisons, not math.isfinite: under torch.compile a number may be symbolic.
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale!r}")
-    if not -math.inf < threshold < math.inf:
+    if threshold is not None and not -math.inf < threshold < math.inf:
         raise ValueError(f"threshold must be a finite number, got {threshold!r}")
+    if not 0.0 <= straight_through < math.inf:
+        raise ValueError(f"straight_through must be a temperature of at least 0, got {straight_through!r}")
     if dtype != torch.float64:
-        for name, number in (("scale", scale), ("threshold", threshold)):
-            if not -LARGEST <= number <= LARGEST:
+        for name, number in (("scale", scale), ("threshold", threshold), ("straight_through", straight_through)):
+            if number is not None and not -LARGEST <= number <= LARGEST:
                 raise ValueError(f"{name} must be a number that torch.float32 can hold, got {number!r}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")

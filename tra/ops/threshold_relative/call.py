@@ -20,11 +20,19 @@ class Inputs(NamedTuple):
     """[B, Lk], int32 or int64"""
     dropout_seed: Tensor | None
     """[1], int64; None without dropout"""
+    row_threshold: Tensor | None
+    """[B, Hq, Lq], in any floating dtype; None: `Options.threshold` is that of every row"""
+    row_bound: Tensor | None
+    """[B, Hq, Lq], in any floating dtype: a bound on the absolute kept scores of each row, none where it is not finite;
+    None: `Options.score_bound` is that of every row"""
 
 
 class Options(NamedTuple):
     scale: float
     threshold: float
+    """A key is kept when its score is greater."""
+    straight_through: float
+    """Temperature of the sigmoid through which gradients pass the threshold; 0 stops them there."""
     dropout: float
     tolerance: float
     """Error that may be traded for an early stop, relative to the largest value; 0 visits every key."""
@@ -32,22 +40,40 @@ class Options(NamedTuple):
     """A bound on the absolute kept scores, or None if the caller knows none."""
 
 
-def broken_bound(options: Options) -> ValueError:
+def broken_bound(inputs: Inputs, options: Options) -> ValueError:
     """What an implementation raises when it finds that the caller's bound does not hold."""
-    return ValueError(
-        f"score_bound must bound the absolute scores of all kept keys, got {options.score_bound!r} and a larger score"
-    )
+    bound = repr(options.score_bound) if inputs.row_bound is None else "a tensor"
+    return ValueError(f"score_bound must bound the absolute scores of all kept keys, got {bound} and a larger score")
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of query, key, value and log_gate, in their dtypes."""
+class Result(NamedTuple):
+    """What forward returns."""
+
+    out: Tensor
+    """[B, Hq, Lq, Dv] in the dtype of query"""
+    row_state: Tensor
+    """Whatever its own backward needs of each row, [B, Hq, Lq, 2] in float32, or in float64 where query is"""
+    residual: Tensor | None
+    """What rounding took from `out`, [B, Hq, Lq, Dv] in bfloat16; None where backward does not need it"""
+
+
+class Gradients(NamedTuple):
+    """What backward returns, each in the dtype of its input."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_gate: Tensor
+    row_threshold: Tensor | None
+    """None where there is none, or no gradient passes the threshold"""
 
 
 class Implementation(Protocol):
     """What each module listed in `implementations` defines.
 
     It may also define ``passed_over(reason)``, which is asked when "auto" goes on to the next one because of that
-    refusal: what to tell the user, once, that they lose and could install, as the rest of a sentence, or None.
+    refusal: what to tell the user, once, that they lose and could install, as the rest of a sentence, or None. And
+    ``RESIDUAL = True``, if its forward returns a residual in training.
     """
 
     def about(self) -> str:
@@ -56,10 +82,7 @@ class Implementation(Protocol):
     def refusal(self, inputs: Inputs, options: Options) -> str | None:
         """Why it cannot take this call, as the rest of a sentence that begins with its name; None if it can."""
 
-    def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-        """The output [B, Hq, Lq, Dv] in the dtype of query, and whatever its own backward needs of each row,
-        [B, Hq, Lq, 2] in float32, or in float64 where query is."""
+    def forward(self, inputs: Inputs, options: Options, training: bool) -> Result:
+        """With `training`, backward may follow."""
 
-    def backward(
-        self, grad_out: Tensor, inputs: Inputs, out: Tensor, row_state: Tensor, options: Options
-    ) -> Gradients: ...
+    def backward(self, grad_out: Tensor, inputs: Inputs, result: Result, options: Options) -> Gradients: ...

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tra.lookup import lookup
-from tra.ops.threshold_relative.call import Gradients, Inputs, Options, broken_bound
+from tra.ops.threshold_relative.call import Gradients, Inputs, Options, Result, broken_bound
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LONGEST = 2**24
@@ -49,6 +49,8 @@ def refusal(inputs: Inputs, options: Options) -> str | None:
         return f"computes in float32, bfloat16 and float16, got {query.dtype}"
     if unusable is not None:
         return unusable
+    if options.straight_through > 0.0 or inputs.row_threshold is not None or inputs.row_bound is not None:
+        return "takes no straight_through and no tensors for threshold and score_bound"
     if query.shape[3] > widest or value.shape[3] > widest:
         return f"takes widths up to {widest}, got {query.shape[3]} and {value.shape[3]}"
     if value.shape[2] > LONGEST:
@@ -74,29 +76,30 @@ def using(name: str) -> Iterator[None]:
         variant = before
 
 
-def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options, training: bool) -> Result:
     query, key, value, log_gate = inputs[:4]
     gate = log_gate.float()
     out = query.new_empty(*query.shape[:3], value.shape[3])
     row_state = query.new_empty(*query.shape[:3], 2, dtype=torch.float32)
     views = (*_view(query), *_view(key), *_view(value), *_view(out), *ABSENT * 4, *_view(gate), *ABSENT)
     _call("forward", views, row_state, inputs, options)
-    return out, row_state
+    return Result(out, row_state, None)
 
 
-def backward(grad_out: Tensor, inputs: Inputs, out: Tensor, row_state: Tensor, options: Options) -> Gradients:
+def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options) -> Gradients:
+    out, row_state, _ = result
     query, key, value, log_gate = inputs[:4]
     gate = log_gate.float()
     grad_query, grad_key, grad_value, grad_gate = (x.new_empty(x.shape) for x in (query, key, value, gate))
     tensors = (query, key, value, out, grad_out, grad_query, grad_key, grad_value, gate, grad_gate)
     _call("backward", [number for tensor in tensors for number in _view(tensor)], row_state, inputs, options)
-    return grad_query, grad_key, grad_value, grad_gate.to(log_gate.dtype)
+    return Gradients(grad_query, grad_key, grad_value, grad_gate.to(log_gate.dtype), None)
 
 
 def _call(name: str, views: Sequence[int], row_state: Tensor, inputs: Inputs, options: Options) -> None:
     """Run an entry point on views of the ten tensors of TraProblem, in its order."""
     assert variant is not None
-    query, key, value, _, key_mask, segment_ids, dropout_seed = inputs
+    query, key, value, _, key_mask, segment_ids, dropout_seed, *_ = inputs
     if segment_ids is not None and segment_ids.dtype != torch.int32:
         # Renumbered, not truncated: two ids must not become one.
         segment_ids = segment_ids.unique(return_inverse=True)[1].to(torch.int32)
@@ -115,7 +118,7 @@ def _call(name: str, views: Sequence[int], row_state: Tensor, inputs: Inputs, op
     )
     status = getattr(LIBRARIES[variant], f"tra_{name}_{variant}")(problem)
     if status == BOUND_BROKEN:
-        raise broken_bound(options)
+        raise broken_bound(inputs, options)
     if status:
         raise MemoryError(f"threshold_relative_attention: the CPU kernel ran out of memory in {name}")
 

@@ -26,16 +26,17 @@ from torch.compiler import is_compiling
 from torch.onnx import is_in_onnx_export
 
 from tra.ops.threshold_relative import reference
-from tra.ops.threshold_relative.call import Gradients, Inputs, Options
+from tra.ops.threshold_relative.call import Inputs, Options, Result
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 
 TENSORS = len(Inputs._fields)
 CALL = (
     "Tensor query, Tensor key, Tensor value, Tensor log_gate, "
-    "Tensor? key_mask, Tensor? segment_ids, Tensor? dropout_seed, "
-    "float scale, float threshold, float dropout, float tolerance, float? score_bound, str impl"
+    "Tensor? key_mask, Tensor? segment_ids, Tensor? dropout_seed, Tensor? row_threshold, Tensor? row_bound, "
+    "float scale, float threshold, float straight_through, float dropout, float tolerance, float? score_bound, "
+    "bool training, str impl"
 )
-"""Inputs, Options and the name of the implementation, one after the other: a schema knows no structures."""
+"""Inputs, Options, whether backward may follow, and the name of the implementation: a schema knows no structures."""
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -47,10 +48,11 @@ IDLE = DispatchKeySet(DispatchKey.AutogradCPU).add(DispatchKey.ADInplaceOrView).
 def attend(inputs: Inputs, options: Options, impl: str) -> Tensor:
     """The output of the implementation of that name, differentiable once."""
     if _unobserved(inputs):
-        return _compute(inputs, options, impl)[0]
+        return _compute(inputs, options, False, impl)[0]
     if is_in_onnx_export():  # no other library has this operator
-        return reference.equations(inputs, options)[0]
-    return forward_op(*inputs, *options, impl)[0]
+        return reference.equations(inputs, options)
+    training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return forward_op(*inputs, *options, training, impl)[0]
 
 
 def _unobserved(inputs: Inputs) -> bool:
@@ -70,44 +72,58 @@ def _unobserved(inputs: Inputs) -> bool:
     return keys - _dispatch_tls_local_exclude_set() - IDLE == CPU
 
 
-def _compute(inputs: Inputs, options: Options, impl: str) -> tuple[Tensor, Tensor]:
+def _compute(inputs: Inputs, options: Options, training: bool, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     log_gate = inputs.log_gate
     # Here, not in `api`, because tracing and transforms have no data to read before this. Free on a CPU only.
     # A largest gate of NaN hides the others.
     if log_gate.is_cpu and log_gate.numel() and not log_gate.max().item() <= 0.0 and bool((log_gate > 0).any()):
         raise ValueError(f"log_gate must never be positive, got a maximum of {log_gate.max().item():g}")
-    out, row_state = IMPLEMENTATIONS[impl].forward(inputs, options)
-    # Contiguous, as the fake kernel promises.
-    return out.contiguous(), row_state
+    out, row_state, residual = IMPLEMENTATIONS[impl].forward(inputs, options, training)
+    # Contiguous, as the fake kernel promises. A schema knows no absent results: an empty one takes their place.
+    return out.contiguous(), row_state, out.new_empty(0, dtype=torch.bfloat16) if residual is None else residual
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, options, impl = _unflatten(arguments)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, options, training, impl = _unflatten(arguments)
     # Autocast would otherwise lower the products inside the implementation.
     with torch.autocast(inputs.query.device.type, enabled=False):
-        return _compute(inputs, options, impl)
+        return _compute(inputs, options, training, impl)
 
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query, _, value, *_ = arguments
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, _, training, impl = _unflatten(arguments)
+    query, value = inputs.query, inputs.value
     rows = query.shape[:3]
     state_dtype = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(*rows, value.shape[3]), query.new_empty(*rows, 2, dtype=state_dtype)
+    kept = training and getattr(IMPLEMENTATIONS[impl], "RESIDUAL", False)
+    return (
+        query.new_empty(*rows, value.shape[3]),
+        query.new_empty(*rows, 2, dtype=state_dtype),
+        query.new_empty(*((*rows, value.shape[3]) if kept else (0,)), dtype=torch.bfloat16),
+    )
 
 
-def _backward(grad_out: Tensor, out: Tensor, row_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    inputs, options, impl = _unflatten(arguments)
+def _backward(
+    grad_out: Tensor, out: Tensor, row_state: Tensor, residual: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    inputs, options, _, impl = _unflatten(arguments)
     with torch.autocast(grad_out.device.type, enabled=False):
-        gradients = IMPLEMENTATIONS[impl].backward(grad_out, inputs, out, row_state, options)
-    return tuple(gradient.contiguous() for gradient in gradients)
+        result = Result(out, row_state, residual if residual.dim() == 4 else None)
+        gradients = IMPLEMENTATIONS[impl].backward(grad_out, inputs, result, options)
+    return tuple(grad_out.new_empty(0) if gradient is None else gradient.contiguous() for gradient in gradients)
 
 
-def _fake_backward(grad_out: Tensor, out: Tensor, row_state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in arguments[:4])
+def _fake_backward(
+    grad_out: Tensor, out: Tensor, row_state: Tensor, residual: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    inputs, options, _, _ = _unflatten(arguments)
+    through = inputs.row_threshold if options.straight_through > 0.0 else None
+    grad_threshold = grad_out.new_empty(0) if through is None else through.new_empty(through.shape)
+    return (*(x.new_empty(x.shape) for x in inputs[:4]), grad_threshold)
 
 
-def _unflatten(arguments: tuple[Any, ...]) -> tuple[Inputs, Options, str]:
-    return Inputs(*arguments[:TENSORS]), Options(*arguments[TENSORS:-1]), arguments[-1]
+def _unflatten(arguments: tuple[Any, ...]) -> tuple[Inputs, Options, bool, str]:
+    return Inputs(*arguments[:TENSORS]), Options(*arguments[TENSORS:-2]), *arguments[-2:]
 
 
 def _unsupported(what: str) -> NotImplementedError:
@@ -120,23 +136,24 @@ def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 
 class _Attention(_SingleLevelFunction):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out, row_state = _below_autograd(forward_op, arguments)
-        ctx.save_for_backward(out, row_state, *arguments[:TENSORS])
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out, row_state, residual = _below_autograd(forward_op, arguments)
+        ctx.save_for_backward(out, row_state, residual, *arguments[:TENSORS])
         ctx.rest = arguments[TENSORS:]
-        # A by-product for backward, not a result: no gradient may enter through it.
-        ctx.mark_non_differentiable(row_state)
-        return out, row_state
+        # By-products for backward, not results: no gradient may enter through them.
+        ctx.mark_non_differentiable(row_state, residual)
+        return out, row_state, residual
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _grad_row_state: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = backward_op(grad_out, *ctx.saved_tensors, *ctx.rest)
-        return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
+    def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        *gradients, grad_threshold = backward_op(grad_out, *ctx.saved_tensors, *ctx.rest)
+        absent: list[None] = [None] * (len(ctx.needs_input_grad) - TENSORS + 1)
+        return (*gradients, None, None, None, grad_threshold if grad_threshold.dim() == 3 else None, *absent)
 
 
 class _Backward(_SingleLevelFunction):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Gradients:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         return _below_autograd(backward_op, arguments)
 
     @staticmethod
@@ -182,10 +199,12 @@ def _register(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]
 
 
 LIBRARY = torch.library.Library("tra", "FRAGMENT")
-forward_op = _register(f"threshold_relative_attention({CALL}) -> (Tensor, Tensor)", _forward, _fake_forward, _Attention)
+forward_op = _register(
+    f"threshold_relative_attention({CALL}) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward, _Attention
+)
 backward_op = _register(
-    f"threshold_relative_attention_backward(Tensor grad_out, Tensor out, Tensor row_state, {CALL})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"threshold_relative_attention_backward(Tensor grad_out, Tensor out, Tensor row_state, Tensor residual, {CALL})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
     _Backward,

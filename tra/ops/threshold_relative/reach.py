@@ -27,14 +27,17 @@ def row_decay(inputs: Inputs, options: Options) -> Tensor:
     query, key = inputs.query, inputs.key
     dtype = torch.promote_types(query.dtype, torch.float32)
     tolerance = options.tolerance * (1.0 - options.dropout)
-    scale, threshold = torch.tensor([options.scale, options.threshold], dtype=dtype).tolist()
+    scale = torch.tensor(options.scale, dtype=dtype).item()
 
     def number(value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=query.device)
 
     if tolerance == 0.0:
         return number(math.inf)
-    if options.score_bound is not None:
+    if inputs.row_bound is not None:
+        bound = inputs.row_bound.double() * SLACK
+        bound = bound.where(bound.isfinite(), math.inf)
+    elif options.score_bound is not None:
         bound = number(options.score_bound * SLACK)
     else:
         readable = key.isfinite().all(-1)
@@ -54,13 +57,23 @@ def row_decay(inputs: Inputs, options: Options) -> Tensor:
         size = scale * torch.linalg.vector_norm(query, dim=-1, dtype=torch.float64) * SLACK
         # A key's norm may overflow, but a query of zeros scores 0 with every key.
         bound = (size * key_norm).where(size > 0.0, 0.0)
-    spread = (bound - (-bound).clamp(min=threshold)).clamp(min=0.0)
+    spread = (bound - torch.maximum(-bound, row_threshold(inputs, options, dtype).double())).clamp(min=0.0)
     odds = spread + math.log(2.0 / tolerance)
     return torch.logaddexp(odds, torch.zeros_like(odds)) * (1.0 + 1e-9)
 
 
-def largest_score(inputs: Inputs, options: Options) -> float:
-    """What the score of a kept key may be by the caller's word, with room for rounding queries and keys."""
-    if options.score_bound is None:
-        return math.inf
-    return options.score_bound * SLACK * (1.0 + torch.finfo(inputs.query.dtype).eps)
+def row_threshold(inputs: Inputs, options: Options, dtype: torch.dtype) -> Tensor:
+    """The threshold of each row, [B, Hq, Lq], or one number for all."""
+    if inputs.row_threshold is not None:
+        return inputs.row_threshold.to(dtype)
+    return torch.full((), options.threshold, dtype=dtype, device=inputs.query.device)
+
+
+def largest_score(inputs: Inputs, options: Options) -> Tensor | None:
+    """What the scores of a row's kept keys may be by the caller's word, with room for rounding queries and keys:
+    [B, Hq, Lq], or one number for all; None without that word."""
+    slack = SLACK * (1.0 + torch.finfo(inputs.query.dtype).eps)
+    if inputs.row_bound is not None:
+        bound = inputs.row_bound.double() * slack
+        return bound.where(bound.isfinite(), math.inf)
+    return None if options.score_bound is None else torch.tensor(options.score_bound * slack, dtype=torch.float64)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from tra.ops.threshold_relative.call import Gradients, Inputs, Options
+from tra.ops.threshold_relative.call import Gradients, Inputs, Options, Result
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
@@ -31,6 +31,8 @@ def refusal(inputs: Inputs, options: Options) -> str | None:
     device = query.device.type  # ROCm calls itself cuda
     if device not in ("cuda", "meta", "cpu"):
         return f"needs tensors on a GPU, got {query.device}"
+    if options.straight_through > 0.0 or inputs.row_threshold is not None or inputs.row_bound is not None:
+        return "takes no straight_through and no tensors for threshold and score_bound"
     if query.dtype not in TYPES:
         return f"computes in float32, bfloat16 and float16, got {query.dtype}"
     if query.shape[3] > WIDEST or value.shape[3] > WIDEST:
@@ -48,13 +50,13 @@ def passed_over(reason: str) -> str | None:
     return f"holds matrices of queries x keys without its GPU kernels: it {reason}" if reason == NOT_INSTALLED else None
 
 
-def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options, training: bool) -> Result:
     from tra.ops.threshold_relative.triton import launch
 
-    return launch.forward(inputs, options)
+    return launch.forward(inputs, options, training)
 
 
-def backward(grad_out: Tensor, inputs: Inputs, out: Tensor, row_state: Tensor, options: Options) -> Gradients:
+def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options) -> Gradients:
     from tra.ops.threshold_relative.triton import launch
 
-    return launch.backward(grad_out, inputs, out, row_state, options)
+    return launch.backward(grad_out, inputs, result, options)

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tra.ops.threshold_relative.call import Gradients, Inputs, Options
+from tra.ops.threshold_relative.call import Gradients, Inputs, Options, Result
 from tra.ops.threshold_relative.reach import row_decay
 from tra.ops.threshold_relative.triton import kernels, tiles, tuning
 
@@ -30,13 +30,13 @@ PACKED = 1024
 """Rows that `pack_rows` takes."""
 
 
-def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, options: Options, training: bool) -> Result:
     query, value = inputs.query, inputs.value
     rows = query.shape[:3]
     out = query.new_empty(*rows, value.shape[3])
     state = query.new_empty(*rows, 2, dtype=torch.float32)
     if out.numel() == 0:
-        return out, state.zero_()
+        return Result(out, state.zero_(), None)
     call = _prepare(inputs, options)
     if call.rows <= call.choices("decode")[0].rows and call.keys > NEAR_KEYS:
         kind, walk = "decode", partial(_decode, call, out, state)
@@ -44,7 +44,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         dirty = _not_finite(inputs.key, call.units) | _not_finite(value, call.units)
         kind, walk = "forward", partial(_walk, call, out, state, dirty, _rounds(call, options))
     walk(tuning.choose(call.kind(kind), call.choices(kind), walk))
-    return out, state
+    return Result(out, state, None)
 
 
 def _walk(call: "_Call", out: Tensor, state: Tensor, dirty: Tensor, rounds: list[int], tile: tiles.Tile) -> None:
@@ -134,10 +134,11 @@ def _pack(call: "_Call", classes: Tensor, wanted: tuple[int, ...], rows: int) ->
     return order
 
 
-def backward(grad_out: Tensor, inputs: Inputs, out: Tensor, state: Tensor, options: Options) -> Gradients:
+def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options) -> Gradients:
     query, key, value = inputs[:3]
+    out, state, _ = result
     if out.numel() == 0 or key.numel() == 0:
-        return tuple(torch.zeros_like(x) for x in inputs[:4])  # type: ignore[return-value]
+        return Gradients(*(torch.zeros_like(x) for x in inputs[:4]), None)
     call = _prepare(inputs, options)
     grad_out = _side_by_side(grad_out)
     dirty = _not_finite(key, call.units) | _not_finite(value, call.units)
@@ -154,12 +155,12 @@ def backward(grad_out: Tensor, inputs: Inputs, out: Tensor, state: Tensor, optio
     walk = partial(_walk_again, call, grad_out, dirty, rows, order)
     choices = [*product(call.choices("backward_query"), call.choices("backward_key"))]
     gradients = walk(tuning.choose(call.kind("backward"), choices, walk))
-    return tuple(x.to(like.dtype) for x, like in zip(gradients, inputs[:4], strict=True))  # type: ignore[return-value]
+    return Gradients(*(x.to(like.dtype) for x, like in zip(gradients, inputs[:4], strict=True)), None)
 
 
 def _walk_again(
     call: "_Call", grad_out: Tensor, dirty: Tensor, rows: Tensor, order: Tensor, chosen: tuple[tiles.Tile, ...]
-) -> Gradients:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward, in pieces of as many rows and heads as scratch memory holds."""
     query, key, value = call.query, call.key, call.value
     grad_strides = grad_out.stride()[:3]
