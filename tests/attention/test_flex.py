@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from tra.attention import MECHANISMS, Attention, Context, flex
 from tra.attention.cache import Cache
 
-ON_FLEX = ("alibi", "fot", "kerple", "rope", "t5")
+ON_FLEX = ("alibi", "fot", "kerple", "nape", "rope", "ssmax", "t5")
 BATCH, LENGTH, CACHED = 2, 150, 40  # more than a block of 128
 
 

@@ -22,11 +22,17 @@ class LinearBiasAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
-        dropout = self.active_dropout(context)
-        if flex.suits(query, context, dropout):
-            return flex.biased_attention(query, key, value, context, lambda b, h, q, k: -self.slopes[h] * (q - k))
-        bias = -self.slopes[:, None, None] * distances(query, key)
-        return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias[None])
+        return linear_bias_attention(query, key, value, context, self.slopes, dropout=self.active_dropout(context))
+
+
+def linear_bias_attention(
+    query: Tensor, key: Tensor, value: Tensor, context: Context, slopes: Tensor, *, dropout: float
+) -> Tensor:
+    """Softmax attention to the keys of all tokens, in which every step of distance costs a head its slope ``[Hq]``."""
+    if flex.suits(query, context, dropout):
+        return flex.biased_attention(query, key, value, context, lambda b, h, q, k: -slopes[h] * (q - k))
+    bias = -slopes[:, None, None] * distances(query, key)
+    return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias[None])
 
 
 def head_slopes(heads: int) -> list[float]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tra.attention.base import Attention, Context, causal_softmax_attention, distances
+from tra.attention.positions import token_positions
 
 SMALL = 1e-6
 
@@ -50,7 +51,7 @@ class InterpolatedBiasAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
-        position = self._positions(query, key, context).to(self.rate.dtype)
+        position = token_positions(query, key, context).to(self.rate.dtype)
         longest = torch.maximum(position, (self.multiplier * self.shortest).abs())
         share = self._psi(distances(query, key).clamp(min=0)) / (self._psi(longest) + SMALL)[..., None]
         bias = self.mlp(share[..., None]).movedim(-1, -3)
@@ -59,9 +60,3 @@ class InterpolatedBiasAttention(Attention):
 
     def _psi(self, x: Tensor) -> Tensor:
         return torch.log1p((self.rate * x).abs())
-
-    def _positions(self, query: Tensor, key: Tensor, context: Context) -> Tensor:
-        """``[B or 1, Lq]``, from 0, of the new tokens."""
-        if context.key_mask is None and context.segment_ids is None:
-            return torch.arange(key.shape[2] - query.shape[2], key.shape[2], device=query.device)[None]
-        return (context.visible(query, key)[:, 0].sum(dim=-1) - 1).clamp(min=0)

@@ -1,0 +1,44 @@
+"""NAPE: no positions in half of the heads, ALiBi in the others (Vasylenko et al. 2025, arXiv 2506.16640)."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tra.attention.alibi import linear_bias_attention
+from tra.attention.base import Attention, Context
+from tra.lookup import lookup
+
+Positions = Literal["nape", "none"]
+
+
+class HalfBiasAttention(Attention):
+    """Softmax attention in which every step of distance costs head h of the first half 1 / h, and the others nothing.
+
+    Heads are counted from 1. A single head has no positions.
+    """
+
+    uses_sdpa = True
+    slopes: Tensor
+
+    def __init__(self, width: int, heads: int, kv_heads: int | None = None, **shared: Any) -> None:
+        super().__init__(width, heads, kv_heads, **shared)
+        self.register_buffer("slopes", torch.tensor(half_slopes(heads)), persistent=False)
+
+    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        key, value = context.remember(key, value)
+        return linear_bias_attention(query, key, value, context, self.slopes, dropout=self.active_dropout(context))
+
+
+def half_slopes(heads: int, positions: Positions = "nape") -> list[float]:
+    """The slope of each head; those with positions come first. Without positions all are 0."""
+    lookup(dict.fromkeys(get_args(Positions)), positions, "positions")
+    biased = heads // 2 if positions == "nape" else 0
+    return [1.0 / head for head in range(1, biased + 1)] + [0.0] * (heads - biased)
+
+
+def scale_last_heads(query: Tensor, factor: Tensor) -> Tensor:
+    """``[B, Hq, L, D]`` with the queries of the last heads multiplied by ``factor [B or 1, heads, L]``."""
+    heads = factor.shape[1]
+    last = query[:, -heads:] * factor[..., None]
+    return torch.cat([query[:, :-heads], last.to(query.dtype)], dim=1)
