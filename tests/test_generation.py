@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from tests.hub.models import VOCABULARY, build, every_mechanism, left_padded, prompt
 from tests.hub.models import generate as theirs
 from tra import Decoder, Sampling, ThresholdRelativeAttention, sized
+from tra.attention import Context
 from tra.errors import RunError
-from tra.generation import continued
+from tra.generation import stream_tokens
 from tra.hub import to_decoder
-from tra.model import Block
+from tra.model import MLP, Block
 
 two_mechanisms = pytest.mark.parametrize("attention", ["tra", "rope"])
 
@@ -95,7 +96,7 @@ def test_rows_end_and_are_padded_as_those_of_transformers(attention: str, temper
 def test_generation_stops_when_every_row_has_ended() -> None:
     decoder, tokens = to_decoder(build()), prompt(batch=1)
     free = decoder.generate(tokens, 20)
-    steps = list(continued(decoder.reader(), tokens, 20, Sampling(), end=[free[0, 11].item()]))
+    steps = list(stream_tokens(decoder.reader(), tokens, 20, Sampling(), end=[free[0, 11].item()]))
     assert len(steps) == free[0, 7:].tolist().index(free[0, 11].item()) + 1
 
 
@@ -119,9 +120,9 @@ def test_a_second_turn_remembers_the_padding_of_the_first() -> None:
     rows = [torch.randint(VOCABULARY, (length,)) for length in (9, 4)]
     tokens, mask = left_padded(rows)
     read, said = decoder.reader(), torch.randint(VOCABULARY, (2, 3))
-    first = torch.stack(list(continued(read, tokens, 5, key_mask=mask.bool())), dim=1)
+    first = torch.stack(list(stream_tokens(read, tokens, 5, key_mask=mask.bool())), dim=1)
     heard = torch.cat([first[:, -1:], said], dim=1)  # the last token was chosen, not read
-    second = torch.stack(list(continued(read, heard, 5)), dim=1)
+    second = torch.stack(list(stream_tokens(read, heard, 5)), dim=1)
     for row, alone in enumerate(rows):
         whole = torch.cat([alone, first[row], said[row]])[None]
         assert decoder.generate(whole, 5)[0, -5:].tolist() == second[row].tolist()
@@ -134,72 +135,183 @@ def test_tokens_keep_their_kind() -> None:
     assert torch.equal(made, decoder.generate(tokens, 3, end=[VOCABULARY - 1]).int())
 
 
+def changed(x: Tensor) -> Tensor:
+    """Something that no norm undoes."""
+    return x + x.roll(1, dims=-1)
+
+
+class Louder(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * super().forward(x)
+
+
+class Mixed(Block):
+    def forward(self, *arguments: Any) -> Tensor:
+        return changed(super().forward(*arguments))
+
+
+class Turned(ThresholdRelativeAttention):
+    def project(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().project(*arguments)
+        return query.flip(-1), key, value
+
+
+class Graded(ThresholdRelativeAttention):
+    def normalised(self, x: Tensor) -> Tensor:
+        return super().normalised(x) * torch.linspace(0.5, 1.0, x.shape[1])[:, None, None]
+
+
+class Added(accelerate.hooks.ModelHook):
+    def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+        return output + 1.0
+
+
+class Other(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return changed(x)
+
+
+class Wrapped(nn.Module):
+    """A block inside a plain module, which has none of its attributes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return changed(self.inner(x, context))
+
+
+class OtherEmbedding(Decoder):
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return super().embedded(tokens).flip(-1)
+
+
+class OtherHidden(Decoder):
+    def hidden(self, *arguments: Any, **options: Any) -> Tensor:
+        return super().hidden(*arguments, **options).flip(-1)
+
+
+class OtherBlocks(Decoder):
+    def hidden_from(self, *arguments: Any, **options: Any) -> Tensor:
+        return super().hidden_from(*arguments, **options).flip(-1)
+
+
+def hooked(name: str) -> Callable[[Decoder], object]:
+    return lambda decoder: decoder.get_submodule(name).register_forward_hook(lambda _module, _given, out: out + 1.0)
+
+
+def becomes(name: str, kind: type[nn.Module]) -> Callable[[Decoder], object]:
+    return lambda decoder: setattr(decoder.get_submodule(name), "__class__", kind)
+
+
+def louder(decoder: Decoder) -> None:
+    own = decoder.blocks[1].mlp.expand
+    decoder.blocks[1].mlp.expand = Louder(*own.weight.shape[::-1])
+    decoder.blocks[1].mlp.expand.load_state_dict(own.state_dict())
+
+
+def another_project(decoder: Decoder) -> None:
+    project = decoder.blocks[0].attention.project
+
+    def turned(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = project(*arguments)
+        return query.flip(-1), key, value
+
+    decoder.blocks[0].attention.project = turned
+
+
+def another_forward(decoder: Decoder) -> None:
+    forward = decoder.forward
+    decoder.forward = lambda *arguments, **options: forward(*arguments, **options).flip(-1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, id=name)
+        for name, change in {
+            "another linear layer": louder,
+            "a subclass of the block": becomes("blocks.0", Mixed),
+            "a subclass that projects otherwise": becomes("blocks.0.attention", Turned),
+            "a subclass that normalises otherwise": becomes("blocks.0.attention", Graded),
+            "a replaced project": another_project,
+            "a hook of accelerate": lambda decoder: accelerate.hooks.add_hook_to_module(
+                decoder.blocks[1].attention.value, Added()
+            ),
+            **{
+                f"a hook on {name or 'the decoder'}": hooked(name)
+                for name in (
+                    *("", "embedding", "dropout", "blocks.0", "blocks.0.attention", "blocks.1.attention.query"),
+                    *("blocks.1.mlp", "blocks.0.mlp.dropout", "norm", "head"),
+                )
+            },
+            "a replaced dropout": lambda decoder: setattr(decoder, "dropout", Other()),
+            "a replaced dropout of the MLP": lambda decoder: setattr(decoder.blocks[1].mlp, "dropout", Other()),
+            "a subclass that embeds otherwise": becomes("", OtherEmbedding),
+            "a subclass with another hidden": becomes("", OtherHidden),
+            "a subclass with another hidden_from": becomes("", OtherBlocks),
+            "a replaced forward": another_forward,
+            "a wrapped block": lambda decoder: decoder.blocks.__setitem__(0, Wrapped(decoder.blocks[0])),
+        }.items()
+    ],
+)
 @torch.inference_mode()
-def test_whoever_has_a_part_in_a_layer_keeps_it() -> None:
-    """Adapters, hooks and subclasses compute what they compute in `forward`."""
+def test_generation_computes_what_the_model_computes_whoever_has_a_part_in_it(
+    change: Callable[[Decoder], object],
+) -> None:
+    decoder, tokens = to_decoder(build()), prompt()
+    plain = decoder(tokens)[:, -1]
+    change(decoder)
+    read = decoder.reader()
+    for stop, part in zip((5, 6, 7), tokens.split((5, 1, 1), dim=1), strict=True):
+        scores = read(part, None)
+        torch.testing.assert_close(scores, decoder(tokens[:, :stop])[:, -1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(plain, scores, atol=1e-3)
 
-    class Louder(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 1.5 * super().forward(x)
 
-    class Halved(Block):
-        def forward(self, *arguments: Any) -> Tensor:
-            return 0.5 * super().forward(*arguments)
+@pytest.mark.parametrize("owner", [MLP, Block, ThresholdRelativeAttention, Decoder, nn.Dropout])
+@torch.inference_mode()
+def test_generation_computes_what_a_patched_class_computes(
+    owner: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, tokens, forward = to_decoder(build()), prompt(), owner.forward
+    plain = decoder(tokens)[:, -1]
+    monkeypatch.setattr(owner, "forward", lambda *given, **options: changed(forward(*given, **options)))
+    read = decoder.reader()
+    read(tokens[:, :6], None)
+    scores = read(tokens[:, 6:], None)
+    torch.testing.assert_close(scores, decoder(tokens)[:, -1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(plain, scores, atol=1e-3)
 
-    class Turned(ThresholdRelativeAttention):
-        def project(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-            return turned(super().project)(*arguments)
 
-    class Graded(ThresholdRelativeAttention):
-        def normalised(self, x: Tensor) -> Tensor:
-            return super().normalised(x) * torch.linspace(0.5, 1.0, x.shape[1])[:, None, None]
+def test_a_hook_that_bans_a_token_bans_it_from_what_is_generated() -> None:
+    decoder, tokens = to_decoder(build()), prompt(batch=1)
+    banned = decoder.generate(tokens, 1)[0, -1].item()
 
-    class Added(accelerate.hooks.ModelHook):
-        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
-            return output + 1.0
+    def ban(_module: nn.Module, _given: Any, scores: Tensor) -> Tensor:
+        return scores.index_fill(-1, torch.tensor([banned]), -1e9)
 
-    def turned(project: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-        def changed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-            query, key, value = project(*arguments)
-            return query.flip(-1), key, value
+    decoder.register_forward_hook(ban)
+    assert banned not in decoder.generate(tokens, 20)[0, 7:]
 
-        return changed
 
-    def hooked(module: nn.Module) -> None:
-        module.register_forward_hook(lambda _module, _given, out: out + 1.0)
-
-    def louder(decoder: Decoder) -> None:
-        own = decoder.blocks[1].mlp.expand
-        decoder.blocks[1].mlp.expand = Louder(*own.weight.shape[::-1])
-        decoder.blocks[1].mlp.expand.load_state_dict(own.state_dict())
-
-    changes = [
-        louder,
-        lambda decoder: setattr(decoder.blocks[0], "__class__", Halved),
-        lambda decoder: setattr(decoder.blocks[0].attention, "__class__", Turned),
-        lambda decoder: setattr(decoder.blocks[0].attention, "__class__", Graded),
-        lambda decoder: setattr(decoder.blocks[0].attention, "project", turned(decoder.blocks[0].attention.project)),
-        lambda decoder: accelerate.hooks.add_hook_to_module(decoder.blocks[1].attention.value, Added()),
-        *(
-            lambda decoder, name=name: hooked(decoder.get_submodule(name))
-            for name in ("blocks.0", "blocks.0.attention", "blocks.1.attention.query", "blocks.1.mlp", "norm", "head")
-        ),
-    ]
-    for change in changes:
-        decoder, tokens = to_decoder(build()), prompt()
-        plain = decoder(tokens)[:, -1]
-        change(decoder)
-        read, cache = decoder.reader(), decoder.new_cache()
-        for part in tokens.split((5, 1, 1), dim=1):
-            expected = decoder.head(decoder.hidden(part, cache=cache)[:, -1:])[:, 0]
-            assert torch.equal(read(part, None), expected)
-        assert not torch.equal(plain, expected)
+def test_dropout_that_is_left_on_acts_on_every_token() -> None:
+    """Monte-Carlo dropout: the model is in evaluation mode, its dropout is not."""
+    decoder, tokens = Decoder(sized("mini", vocabulary=200, dropout=0.5)).eval(), torch.tensor([[1]])
+    for module in decoder.modules():
+        if isinstance(module, nn.Dropout):
+            module.train()
+    read = decoder.reader()
+    with torch.inference_mode():
+        read(torch.tensor([[1, 2]]), None)
+    assert len({tuple(decoder.generate(tokens, 8)[0, 2:].tolist()) for _ in range(8)}) > 4
 
 
 def test_what_is_generated_belongs_to_the_caller() -> None:
     """Neither gradients nor inference mode reach beyond the loop, which may be left at any step."""
     decoder = Decoder(sized("mini")).eval()
-    steps = continued(decoder.reader(), torch.tensor([[1, 2]]), 5, Sampling())
+    steps = stream_tokens(decoder.reader(), torch.tensor([[1, 2]]), 5, Sampling())
     next(steps)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
@@ -221,7 +333,11 @@ def test_in_training_mode_dropout_stays() -> None:
         ({"temperature": -1.0}, "temperature must be 0 or at least 1e-06, got -1.0"),
         ({"temperature": math.nan}, "temperature must be 0 or at least 1e-06, got nan"),
         ({"top_k": -1}, "top_k must be a whole number of at least 0, got -1"),
+        ({"temperature": "a"}, "temperature must be 0 or at least 1e-06, got 'a'"),
+        ({"temperature": True}, "temperature must be 0 or at least 1e-06, got True"),
         ({"top_k": 2.5}, "top_k must be a whole number of at least 0, got 2.5"),
+        ({"top_k": True}, "top_k must be a whole number of at least 0, got True"),
+        ({"top_p": None}, r"top_p must be in \(0, 1\], got None"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\], got 1.1"),
     ],
@@ -243,6 +359,11 @@ def test_a_wrong_way_to_choose_is_named(wrong: dict[str, Any], message: str) -> 
         ({"end": 2}, r"end must be a collection of whole numbers, as \[2\], got 2"),
         ({"end": [2.5]}, r"end must be a collection of whole numbers, as \[2\], got \[2.5\]"),
         ({"end": "2"}, "end must be a collection of whole numbers"),
+        ({"end": [True]}, r"end must be a collection of whole numbers, as \[2\], got \[True\]"),
+        ({"end": [-1, 2]}, "end must hold tokens of at least 0 and less than the vocabulary of 6, got -1"),
+        ({"end": [2, 6]}, "end must hold tokens of at least 0 and less than the vocabulary of 6, got 6"),
+        ({"end": [2], "pad": True}, "pad must be a token, a whole number of at least 0, got True"),
+        ({"new": True}, "new must be a whole number of at least 1, got True"),
         ({"end": [2], "pad": -1}, "pad must be a token, a whole number of at least 0, got -1"),
         ({"end": [2], "pad": 6}, "pad must be less than the vocabulary of 6, got 6"),
         ({"key_mask": torch.ones(1, 3)}, r"key_mask must have the shape \[B, Lk\] = \[1, 2\], got \[1, 3\]"),
@@ -263,3 +384,9 @@ def test_scores_that_are_not_finite_are_an_error(bad: float, temperature: float)
         decoder.norm.weight[0] = bad
     with pytest.raises(RunError, match="the model's scores for token 3 are not finite: its weights are damaged"):
         decoder.generate(torch.tensor([[1, 2]]), 3, Sampling(temperature))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1e-6), Sampling(1e-6, top_k=2), Sampling(1e-6, top_p=0.5)], ids=str)
+def test_scores_that_a_low_temperature_makes_too_large_still_choose_the_most_probable(sampling: Sampling) -> None:
+    scores = torch.tensor([[1e33, 3e33, -2e33], [-1e33, -3e33, -2e33]])
+    assert sampling.choose(scores).tolist() == [1, 0]

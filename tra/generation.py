@@ -15,11 +15,19 @@ from tra.errors import RunError
 from tra.ops.visibility import check_masks
 
 COLDEST = 1e-6
-"""What scores are divided by must leave them finite."""
+"""The lowest temperature but 0, which is another rule."""
 
 Reader = Callable[[Tensor, Tensor | None], Tensor]
 """Reads new tokens ``[B, L]`` behind those it has read before, with their mask ``[B, L]``, False for padding, or None,
 and returns the scores ``[B, vocabulary]`` of the token after the last. It remembers both."""
+
+
+def _is_whole(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 @dataclass(frozen=True)
@@ -39,19 +47,27 @@ class Sampling:
     """Sample among the most probable tokens that together have this probability."""
 
     def __post_init__(self) -> None:
-        cold = f"0 or at least {COLDEST:g}"
-        for name, wrong, expected in (
-            ("temperature", not (self.temperature == 0 or COLDEST <= self.temperature < math.inf), cold),
-            ("top_k", not isinstance(self.top_k, int) or self.top_k < 0, "a whole number of at least 0"),
-            ("top_p", not 0 < self.top_p <= 1, "in (0, 1]"),
+        temperature, top_p = (_is_number(x) for x in (self.temperature, self.top_p))
+        for name, right, expected in (
+            (
+                "temperature",
+                temperature and (self.temperature == 0 or COLDEST <= self.temperature < math.inf),
+                f"0 or at least {COLDEST:g}",
+            ),
+            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number of at least 0"),
+            ("top_p", top_p and 0 < self.top_p <= 1, "in (0, 1]"),
         ):
-            if wrong:
+            if not right:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
     def choose(self, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A token ``[B]`` for each row of the scores ``[B, vocabulary]``, which are float32."""
         if self.temperature == 0:
             return scores.argmax(dim=-1)
+        if self.temperature < 1.0:
+            largest = scores.amax(dim=-1, keepdim=True)
+            if not (largest / self.temperature).isfinite().all():
+                scores = scores - largest  # which softmax does not notice, but for rounding
         if self.temperature != 1.0:
             scores = scores / self.temperature
         if self.top_k:
@@ -70,7 +86,7 @@ GREEDY = Sampling()
 
 
 @torch.inference_mode()
-def continued(
+def stream_tokens(
     read: Reader,
     tokens: Tensor,
     new: int,
@@ -104,9 +120,8 @@ def continued(
     for step in range(new):
         scores = read(tokens, key_mask).float()
         check_finite(scores, length + step + 1)
-        if fill is not None and fill >= scores.shape[1]:
-            name = "the first of end" if pad is None else "pad"
-            raise ValueError(f"{name} must be less than the vocabulary of {scores.shape[1]}, got {fill}")
+        if step == 0:
+            _check_tokens(end, pad, scores.shape[1])
         chosen = sampling.choose(scores, generator).to(tokens.dtype)
         if fill is not None:
             chosen = chosen.where(running, fill)
@@ -123,6 +138,16 @@ def check_finite(scores: Tensor, number: int) -> None:
         raise RunError(f"the model's scores for token {number} are not finite: its weights are damaged")
 
 
+def _check_tokens(end: Collection[int], pad: int | None, vocabulary: int) -> None:
+    for token in end:
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"end must hold tokens of at least 0 and less than the vocabulary of {vocabulary}, got {token}"
+            )
+    if pad is not None and pad >= vocabulary:
+        raise ValueError(f"pad must be less than the vocabulary of {vocabulary}, got {pad}")
+
+
 def _check(
     tokens: Tensor, new: int, sampling: Sampling, key_mask: Tensor | None, end: Collection[int], pad: int | None
 ) -> None:
@@ -131,13 +156,13 @@ def _check(
         raise ValueError(f"tokens must be an int32 or int64 tensor [B, L], got {kind}")
     if tokens.dim() != 2 or 0 in tokens.shape:
         raise ValueError(f"tokens must have the shape [B, L], with at least one token, got {list(tokens.shape)}")
-    if not isinstance(new, int) or new < 1:
+    if not _is_whole(new) or new < 1:
         raise ValueError(f"new must be a whole number of at least 1, got {new!r}")
     if not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a Sampling, got {sampling!r}")
-    if not isinstance(end, Collection) or not all(isinstance(token, int) for token in end):
+    if not isinstance(end, Collection) or not all(map(_is_whole, end)):
         raise ValueError(f"end must be a collection of whole numbers, as [2], got {end!r}")
-    if pad is not None and (not isinstance(pad, int) or pad < 0):
+    if pad is not None and (not _is_whole(pad) or pad < 0):
         raise ValueError(f"pad must be a token, a whole number of at least 0, got {pad!r}")
     check_masks(key_mask, None, tokens.shape[0], tokens.shape[1], tokens.device)
     if key_mask is not None and not bool(key_mask[:, -1].all()):

@@ -1,6 +1,6 @@
 """The decoder of the paper: embedding, blocks of attention and SwiGLU, norm, output head."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, ClassVar, Literal
@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tra import plugins
 from tra.attention import MECHANISMS, Attention, Cache, Context
-from tra.attention.base import check_stream, direct, observed
+from tra.attention.base import check_stream
 from tra.attention.options import options_of
-from tra.generation import GREEDY, Reader, Sampling, continued
+from tra.generation import GREEDY, Reader, Sampling, stream_tokens
 from tra.lookup import lookup
 from tra.options import among, checked_options, mismatch, written
 
@@ -169,35 +169,6 @@ class Block(nn.Module):
         x = normed if self.adds_to_normalised else x
         return x + self.mlp(normed)
 
-    def for_one_token(self) -> Callable[[Tensor, Context], Tensor]:
-        """`forward` in evaluation mode for one new token of each row, ``[B, width]``, with all layers looked up
-        beforehand.
-
-        It computes the same, to the bit: only what modules ask at every call is left out. Where anybody has a hook on
-        the block or on its parts, or a subclass computes otherwise, it is `forward` itself.
-        """
-        attention, mlp, adds_to_normalised = self.attention, self.mlp, self.adds_to_normalised
-        ours = type(self).forward is Block.forward and type(mlp) is MLP
-        shared = ("forward", "project", "normalised")  # what for_one_token() of the mechanism takes the place of
-        ours &= all(getattr(getattr(attention, name), "__func__", None) is getattr(Attention, name) for name in shared)
-        if not ours or any(map(observed, (self, attention, mlp))):
-            return lambda x, context: self(x[:, None], context)[:, 0]
-        attend = attention.for_one_token()
-        attention_norm, mlp_norm, expand, contract = map(
-            direct, (self.attention_norm, self.mlp_norm, mlp.expand, mlp.contract)
-        )
-
-        def forward(x: Tensor, context: Context) -> Tensor:
-            normed = attention_norm(x)
-            x = normed if adds_to_normalised else x
-            x = x + attend(normed, context)
-            normed = mlp_norm(x)
-            x = normed if adds_to_normalised else x
-            value, gate = expand(normed).chunk(2, dim=-1)
-            return x + contract(value * F.silu(gate))
-
-        return forward
-
     def gates(self, x: Tensor) -> Tensor | None:
         """The gates ``[B, heads, L]`` that x opens, None if the mechanism has none."""
         return self.attention.gates(self.attention_norm(x))
@@ -241,15 +212,19 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         targets: Tensor | None = None,
+        logits_to_keep: int = 0,
     ) -> Tensor:
         """Logits ``[B, L, vocabulary]`` of the token after each of ``tokens [B, L]``.
 
         With a cache, tokens are the new ones only; ``key_mask`` and ``segment_ids`` ``[B, cached + L]`` cover all.
+        With ``logits_to_keep``, logits of the last positions only, so many; 0 means all.
         With ``targets [B, L]``, the tokens after each or -100, their cross-entropy summed over those that are not -100:
         for a long text the logits are never in memory together.
         """
         hidden = self.hidden(tokens, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
-        return self.head(hidden) if targets is None else self._summed_loss(hidden, targets)
+        if targets is not None:
+            return self._summed_loss(hidden, targets)
+        return self.head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
 
     def _summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if targets.shape != hidden.shape[:2]:
@@ -341,7 +316,7 @@ class Decoder(nn.Module):
     def generate(self, tokens: Tensor, new: int, sampling: Sampling = GREEDY, **options: Any) -> Tensor:
         """``tokens [B, L]`` and at most ``new`` more behind them, fewer when all rows have ended.
 
-        They are those of transformers' `generate`. ``options`` are those of :func:`tra.generation.continued`, which
+        They are those of transformers' `generate`. ``options`` are those of :func:`tra.generation.stream_tokens`, which
         gives tokens as they come: ``key_mask``, ``end``, ``pad`` and ``generator``.
 
         Example:
@@ -349,32 +324,23 @@ class Decoder(nn.Module):
             >>> model.generate(torch.tensor([[1, 2, 3]]), 4, Sampling(temperature=0.8, top_k=3)).shape
             torch.Size([1, 7])
         """
-        added = continued(self.reader(), tokens, new, sampling, **options)
+        added = stream_tokens(self.reader(), tokens, new, sampling, **options)
         return torch.cat([tokens, *(chosen[:, None] for chosen in added)], dim=1)
 
-    def reader(self, cache: Sequence[Cache] | None = None, head: nn.Module | None = None) -> Reader:
-        """What reads tokens one call after another, with weights as they are now, and scores the next one.
+    def reader(self, cache: Sequence[Cache] | None = None) -> Reader:
+        """What reads tokens one call after another and scores the next one, by calling this model.
 
         Args:
             cache: where it remembers them; a new one by default, otherwise one that holds no padding.
-            head: takes the place of the output head.
         """
         caches = self.new_cache() if cache is None else cache
-        norm, score = direct(self.norm), direct(self.head if head is None else head)
-        whole = self.training or observed(self)
-        blocks = [] if whole else [block.for_one_token() for block in self.blocks]  # type: ignore[operator]
         mask: Tensor | None = None
 
         def read(tokens: Tensor, key_mask: Tensor | None) -> Tensor:
             nonlocal mask
             if mask is not None or key_mask is not None:
-                mask = _extended(mask, key_mask, len(caches[0]), tokens)
-            if whole or tokens.shape[1] != 1:
-                return score(self.hidden(tokens, cache=caches, key_mask=mask)[:, -1:])[:, 0]
-            x = self.looked_up(tokens[:, 0], "tokens")
-            for block, layer in zip(blocks, caches, strict=True):
-                x = block(x, Context(layer, mask, checked=True))
-            return score(norm(x))
+                mask = extended_mask(mask, key_mask, len(caches[0]), tokens)
+            return self(tokens, cache=caches, key_mask=mask, logits_to_keep=1)[:, -1]
 
         return read
 
@@ -398,7 +364,7 @@ class Decoder(nn.Module):
         return Context(caches[0], key_mask, segment_ids).fitting(embedded), caches
 
 
-def _extended(mask: Tensor | None, new: Tensor | None, read: int, tokens: Tensor) -> Tensor:
+def extended_mask(mask: Tensor | None, new: Tensor | None, read: int, tokens: Tensor) -> Tensor:
     """The mask of so many tokens that were read and of new ones behind them, where None masks nothing."""
     ones = torch.ones(tokens.shape[0], max(read, tokens.shape[1]), dtype=torch.bool, device=tokens.device)
     before = ones[:, :read] if mask is None else mask[:, :read]

@@ -114,7 +114,7 @@ def test_weights_explain_the_output(mechanism: type[Attention]) -> None:
     assert weights.shape == (2, HEADS, LENGTH, LENGTH)
     assert (weights.triu(1) == 0).all()
     value = attention.value(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-    mixed = attention.finished(weights @ value)
+    mixed = attention.postprocess(weights @ value)
     assert_close(attention.output(mixed.transpose(1, 2).flatten(2)), attention(x))
 
 

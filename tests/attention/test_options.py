@@ -244,3 +244,9 @@ def test_tolerance_and_implementation_reach_the_operator(monkeypatch: pytest.Mon
     attention.weights(x)
     told = [(options["tolerance"], options["impl"], options["threshold"], options["score_bound"]) for options in seen]
     assert told == [(1e-3, "cpu", 0.25, None), (0.0, "reference", 0.25, None)]
+
+
+@pytest.mark.parametrize("earlier, now", [("located", "add_positions"), ("finished", "postprocess")])
+def test_a_method_by_its_earlier_name_is_refused_instead_of_never_called(earlier: str, now: str) -> None:
+    with pytest.raises(TypeError, match=f"Mine.{earlier} must be called {now}"):
+        type("Mine", (MECHANISMS["rope"],), {earlier: lambda self, x: x})

@@ -60,7 +60,7 @@ def test_attentions_are_the_exact_matrices(attention: str) -> None:
     # The matrix explains what the layer does with the values.
     layer, read = model.model.decoder.blocks[0], model.model.decoder.embedding(tokens)
     value = layer.attention.value(layer.attention_norm(read)).unflatten(-1, (4, 8)).transpose(1, 2)
-    mixed = layer.attention.finished(attentions[0] @ value).transpose(1, 2).flatten(2)
+    mixed = layer.attention.postprocess(attentions[0] @ value).transpose(1, 2).flatten(2)
     torch.testing.assert_close(
         layer.attention.output(mixed), layer.attention(layer.attention_norm(read), Context(key_mask=mask.bool()))
     )

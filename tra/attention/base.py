@@ -2,19 +2,19 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from tra.attention import flex
-from tra.attention.cache import Glimpse
+from tra.attention.cache import WeightProbeCache
 from tra.attention.context import Context
 from tra.attention.dense import dense_mix
+
+EARLIER_NAMES = {"located": "add_positions", "finished": "postprocess"}
+"""What methods that a mechanism may override were called before."""
 
 
 class Attention(nn.Module, ABC):
@@ -37,6 +37,12 @@ class Attention(nn.Module, ABC):
 
     uses_sdpa: ClassVar[bool] = False
     """Whether PyTorch's scaled_dot_product_attention computes the rule."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for earlier, now in EARLIER_NAMES.items():
+            if earlier in vars(cls):  # which nobody would call
+                raise TypeError(f"{cls.__name__}.{earlier} must be called {now}, as its base class has it now")
 
     def __init__(
         self,
@@ -77,37 +83,20 @@ class Attention(nn.Module, ABC):
         """
         context = self._fitting(x, context)
         projected = self.project(x, context)
-        glimpse = None if context.weights is None else self._glimpse(x, *projected, context)
+        probed = None if context.weights is None else self._probed(x, *projected, context)
         mixed = self.attend(x, *projected, context)
-        if glimpse is not None and context.weights is not None:
-            weights, values = glimpse
+        if probed is not None and context.weights is not None:
+            weights, values = probed
             context.weights.append(weights)
             if weights.requires_grad:  # whoever asked for them may ask for their gradients, which must pass through
                 mixed = dense_mix(weights, values, self.active_dropout(context))
-        return self.output(self.finished(mixed).transpose(1, 2).flatten(2))
+        return self.output(self.postprocess(mixed).transpose(1, 2).flatten(2))
 
-    def for_one_token(self) -> Callable[[Tensor, Context], Tensor]:
-        """`forward` for one new token of each row, ``[B, width]``, with its layers looked up beforehand."""
-        query, key, value, output = map(direct, (self.query, self.key, self.value, self.output))
-        sizes = (self.heads, self.kv_heads)
-
-        def forward(x: Tensor, context: Context) -> Tensor:
-            new = x[:, None]
-            located = self.located(new, context)[:, 0]
-            shape = (x.shape[0], -1, 1, self.head_width)
-            # One norm for both, which is of each head alone.
-            both = self.normalised(torch.cat([query(located), key(located)], dim=1).view(shape))
-            queries, keys = both.split(sizes, dim=1)
-            mixed = self.attend(new, queries, keys, value(x).view(shape), context)
-            return output(self.finished(mixed).reshape(x.shape))
-
-        return forward
-
-    def located(self, x: Tensor, context: Context) -> Tensor:
+    def add_positions(self, x: Tensor, context: Context) -> Tensor:
         """What queries and keys are projected from: x itself, unless the mechanism adds positions to it."""
         return x
 
-    def finished(self, mixed: Tensor) -> Tensor:
+    def postprocess(self, mixed: Tensor) -> Tensor:
         """What enters the output projection: the mixed values ``[B, Hq, L, D]``, unless the mechanism rescales them."""
         return mixed
 
@@ -118,59 +107,41 @@ class Attention(nn.Module, ABC):
     def weights(self, x: Tensor, context: Context | None = None) -> Tensor:
         """The attention matrix ``[B, Hq, L, cached + L]``, always exact; the cache is left as it is."""
         context = self._fitting(x, context)
-        return self._glimpse(x, *self.project(x, context), context)[0]
+        return self._probed(x, *self.project(x, context), context)[0]
 
     def active_dropout(self, context: Context) -> float:
         """The probability with which this call drops a weight."""
         return self.dropout if self.training and not context.exact else 0.0
 
-    def _glimpse(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def _probed(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The weights, which are what the rule makes of an identity matrix as values, and the values of all tokens."""
-        glimpse = Glimpse(context.cache, value, key.dtype)
-        weights = self.attend(x, query, key, value, context._replace(cache=glimpse, exact=True))
-        return weights, glimpse.values
+        probe = WeightProbeCache(context.cache, value, key.dtype)
+        weights = self.attend(x, query, key, value, context._replace(cache=probe, exact=True))
+        return weights, probe.values
 
     def _fitting(self, x: Tensor, context: Context | None) -> Context:
-        check_stream("x", x, self.width)
         if context is None:
             context = Context()
         if not isinstance(context, Context):
             raise ValueError(f"context must be a Context, got {type(context).__name__}")
+        if context.checked:  # by a decoder, for all its layers
+            return context
+        check_stream("x", x, self.width)
         return context.fitting(x)
 
     def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the new tokens, as `attend` gets them."""
-        located = self.located(x, context)
-        query, key, value = (
-            projection(source).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for projection, source in ((self.query, located), (self.key, located), (self.value, x))
-        )
+        placed = self.add_positions(x, context)
+        batch, length = x.shape[:2]
+        shape, kv_shape = ((batch, length, heads, self.head_width) for heads in (self.heads, self.kv_heads))
+        query = self.query(placed).reshape(shape).transpose(1, 2)
+        key = self.key(placed).reshape(kv_shape).transpose(1, 2)
+        value = self.value(x).reshape(kv_shape).transpose(1, 2)
         return self.normalised(query), self.normalised(key), value
 
     def normalised(self, x: Tensor) -> Tensor:
         """Queries or keys ``[B, H, L, D]`` with root mean square 1, if the mechanism wants them so."""
         return F.rms_norm(x, (self.head_width,)) if self.qk_norm else x
-
-
-def direct(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a plain layer computes, without what a module asks at every call, which takes longer than one token does.
-
-    Its weights are found now. A layer that others have a part in (adapters, quantisation, hooks) is returned as it is.
-    """
-    if observed(module):
-        return module
-    if type(module) is nn.Linear:
-        return partial(F.linear, weight=module.weight, bias=module.bias)
-    if type(module) is nn.RMSNorm:
-        return partial(F.rms_norm, normalized_shape=module.normalized_shape, weight=module.weight, eps=module.eps)
-    return module
-
-
-def observed(module: nn.Module) -> bool:
-    """Whether anybody has a hook on it, or a forward in the place of its own, as Accelerate has."""
-    return (
-        bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)) or _has_any_global_hook()
-    )
 
 
 def check_stream(name: str, x: Tensor, width: int) -> None:

@@ -79,7 +79,11 @@ class Cache:
 
     def _reserve(self, length: int, like: tuple[Tensor, ...]) -> None:
         # What was made under inference mode cannot be written to outside it, and what gradients need not at all.
-        writable = bool(self._buffers) and (torch.is_inference_mode_enabled() or not self._buffers[0].is_inference())
+        writable = bool(self._buffers) and (
+            torch.compiler.is_compiling()  # where nobody can ask
+            or torch.is_inference_mode_enabled()
+            or not self._buffers[0].is_inference()
+        )
         if writable and not self._buffers[0].requires_grad and self._buffers[0].shape[2] >= length:
             return
         capacity = length if not self._buffers else max(length, 2 * self._buffers[0].shape[2])
@@ -89,7 +93,7 @@ class Cache:
             buffer[:, :, : self._length] = stored[:, :, : self._length]
 
 
-class Glimpse(Cache):
+class WeightProbeCache(Cache):
     """Stands in for a cache while weights are computed: it stores nothing, and in place of values it gives an identity
     matrix, of which the rule makes the weights.
 

@@ -51,7 +51,7 @@ class DifferentialAttention(RotaryAttention):
         added, taken = self.lambdas.prod(dim=1).sum(dim=-1).exp().unbind()
         return first - (added - taken + self.lambda_start).to(second.dtype) * second
 
-    def finished(self, mixed: Tensor) -> Tensor:
+    def postprocess(self, mixed: Tensor) -> Tensor:
         normed = self.norm(mixed.to(self.norm.weight.dtype)).to(mixed.dtype)
         return normed * (1.0 - self.lambda_start)
 

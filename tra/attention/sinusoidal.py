@@ -32,7 +32,7 @@ class SinusoidalAttention(UnpositionedAttention):
             raise ValueError(f"theta must be greater than 1, got {theta!r}")
         self.theta = theta
 
-    def located(self, x: Tensor, context: Context) -> Tensor:
+    def add_positions(self, x: Tensor, context: Context) -> Tensor:
         queries, width = x.shape[1:]
         keys = context.cached + queries
         if context.key_mask is None and context.segment_ids is None:

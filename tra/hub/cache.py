@@ -1,5 +1,6 @@
 """The decoder's cache as transformers handles one."""
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from tra.attention import Attention, Cache
-from tra.model import Block, Decoder
+from tra.model import Decoder
 
 
 class TraLayer(CacheLayerMixin):
@@ -121,8 +122,9 @@ def new_layers(decoder: Decoder, count: int) -> list[Any]:
 
 
 def mechanisms_of(decoder: Decoder, count: int) -> list[Attention]:
-    """Those of the first blocks."""
-    return [block.attention for block in decoder.blocks if isinstance(block, Block)][:count]
+    """Those of the first blocks, which may be inside other modules."""
+    found = (next(x for x in block.modules() if isinstance(x, Attention)) for block in decoder.blocks)
+    return list(islice(found, count))
 
 
 def adopt(cache: Any, decoder: Decoder, count: int) -> list[Cache]:

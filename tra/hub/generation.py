@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -15,7 +16,7 @@ from transformers.utils import logging
 from tra.environment import best_device
 from tra.errors import RunError
 from tra.files import opened, read_json
-from tra.generation import GREEDY, Sampling, check_finite, continued
+from tra.generation import GREEDY, Reader, Sampling, check_finite, stream_tokens
 from tra.hub.config import TraConfig
 from tra.hub.export import as_pretrained
 from tra.hub.modeling import TraForCausalLM
@@ -137,8 +138,8 @@ def written(
     before: list[int] = ids[0, -1:].tolist()  # some tokenizers drop a space with which a text begins
     held: list[int] = []
     with _explained():
-        for chosen in continued(
-            model.model.decoder.reader(head=model.lm_head),
+        for chosen in stream_tokens(
+            reader(model),
             ids.to(model.device),
             new,
             sampling,
@@ -154,6 +155,21 @@ def written(
                 before, held = held, []
         if held:
             yield None, _added(tokenizer, before, held)
+
+
+def reader(model: TraForCausalLM) -> Reader:
+    """What reads tokens one call after another and scores the next one, by calling the model."""
+    past: transformers.Cache | None = None
+
+    def read(tokens: Tensor, key_mask: Tensor | None) -> Tensor:
+        nonlocal past
+        if key_mask is not None:
+            raise ValueError("key_mask must be None: one prompt is continued at a time")
+        out = model(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1, return_dict=True)
+        past = out.past_key_values
+        return out.logits[:, -1]
+
+    return read
 
 
 def _added(tokenizer: PreTrainedTokenizerBase, before: list[int], held: list[int]) -> str:
