@@ -76,7 +76,7 @@ def test_pieces_end_where_characters_do(text: str, exported: Path, monkeypatch: 
     tokens = tokenizer(text)["input_ids"]
     for count in (len(tokens), len(tokens) - 1):
         steps = [torch.tensor([token]) for token in tokens[:count]]
-        monkeypatch.setattr("tra.hub.generation.continued", lambda *_, steps=steps, **__: iter(steps))
+        monkeypatch.setattr("tra.hub.generation.stream_tokens", lambda *_, steps=steps, **__: iter(steps))
         found = list(written(model, tokenizer, torch.tensor([[1]]), 99, Sampling(), 0))
         assert [token for token, _ in found if token is not None] == tokens[:count]
         assert "".join(piece for _, piece in found) == tokenizer.decode(tokens[:count])
@@ -90,7 +90,7 @@ def test_a_space_between_prompt_and_continuation_stays(exported: Path, monkeypat
     words.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     steps = [torch.tensor([token]) for token in (2, 3)]
-    monkeypatch.setattr("tra.hub.generation.continued", lambda *_, **__: iter(steps))
+    monkeypatch.setattr("tra.hub.generation.stream_tokens", lambda *_, **__: iter(steps))
     found = written(model, tokenizer, torch.tensor([[1]]), 99, Sampling(), 0)
     assert "The" + "".join(piece for _, piece in found) == "The rivers" == tokenizer.decode([1, 2, 3])
 
