@@ -14,6 +14,8 @@ from tra.model import DecoderConfig
 from tra.recipes import RECIPES, Evaluation, Recipe, build_recipe
 from tra.recipes.strings import OTHERS
 
+NEWER = [f"{task.replace('_', '-')}-small" for task in OTHERS]
+"""Recipes that version 0.1 did not have."""
 STORED = Path(__file__).parents[1] / "version_01.json"
 
 TINY = Recipe(
@@ -82,7 +84,7 @@ def test_a_recipe_comes_back_from_json(name: str) -> None:
     assert again.differences(recipe) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.removesuffix("-small") not in OTHERS])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in NEWER])
 def test_what_version_01_stored_is_the_same_recipe(name: str) -> None:
     recipe = build_recipe(name, "rope")
     assert Recipe.from_json(in_version_01(recipe)) == recipe

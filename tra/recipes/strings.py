@@ -1,5 +1,5 @@
-"""Copying, induction and instructed strings, at the paper's scale and at one for two cores; parity and recall at the
-latter."""
+"""Copying, induction and instructed strings, at the paper's scale and at one for two cores; tasks that the paper does
+not have at the latter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,16 @@ SETS = {
 }
 """The evaluation sets of each of the paper's tasks on strings."""
 
-OTHERS = {"recall": ("recall",), "parity": ("parity",)}
+OTHERS = {
+    "recall": ("recall",),
+    "parity": ("parity",),
+    "mqmtar": ("mqmtar",),
+    "sort": ("sort",),
+    "reverse": ("reverse",),
+    "majority": ("majority",),
+    "word_problem": ("product",),
+    "n_back": ("n_back",),
+}
 """Those of tasks that neither the paper has nor version 0.1 had."""
 
 LONGER = dict.fromkeys(SETS, (50, 100, 150, 200, 250, 300)) | {"instructed": (50, 100, 200, 300, 400, 500)}
@@ -63,6 +72,12 @@ SMALL = {
     "instructed": _Size({"alphabet": 20}),
     "recall": _Size({"keys": 64}, length=12, steps=2000, layers=2, width=128),
     "parity": _Size({}, steps=1500, layers=2, width=128),
+    "mqmtar": _Size({"alphabet": 8}, length=16),
+    "sort": _Size({"alphabet": 32}),
+    "reverse": _Size({"alphabet": 32}, times=(1, 2, 3, 4)),
+    "majority": _Size({}, steps=1500, layers=2, width=128),
+    "word_problem": _Size({"alphabet": 2}),
+    "n_back": _Size({"alphabet": 32}, steps=1500, layers=2, width=128),
 }
 """Sizes at which, in trials on a seed that is not reported, several mechanisms learn the task within its length.
 induct_recent, recall and parity have the small model of flip-flop, which leaves time for more mechanisms."""
@@ -70,7 +85,7 @@ induct_recent, recall and parity have the small model of flip-flop, which leaves
 
 def small(task: str, attention: str = "tra") -> Recipe:
     """Two cores: the mini model, or that of flip-flop, without dropout in bfloat16, on strings of up to 8 symbols
-    (12 tokens of recall), measured at up to 8 times that (copying: 4 times)."""
+    (12 tokens of recall, 16 of mqmtar), measured at up to 8 times that (copying and reversing: 4 times)."""
     size, sets = SMALL[task], {**SETS, **OTHERS}[task]
     return Recipe(
         name=f"{task.replace('_', '-')}-small",

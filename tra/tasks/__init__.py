@@ -11,10 +11,16 @@ from tra.tasks.copy import CopyRepeat, CopyUnique
 from tra.tasks.flip_flop import FlipFlop
 from tra.tasks.induct import InductOnce, InductRecent
 from tra.tasks.instructed import Instructed
+from tra.tasks.majority import Majority
 from tra.tasks.measures import Evaluation, ExactMatch, Perplexity, Prediction, Result
+from tra.tasks.mqmtar import MultiTokenRecall
+from tra.tasks.n_back import NBack
 from tra.tasks.parity import Parity
 from tra.tasks.passkey import Passkey
 from tra.tasks.recall import Recall
+from tra.tasks.reverse import Reverse
+from tra.tasks.sort import Sort
+from tra.tasks.word_problem import WordProblem
 
 
 def text(train: str = "wikitext-103", evaluation: str | None = None, tokenizer: str = "gpt2") -> Task:
@@ -27,7 +33,23 @@ def text(train: str = "wikitext-103", evaluation: str | None = None, tokenizer: 
 TASKS: dict[str, Callable[..., Task]] = {
     **{
         task.name: task
-        for task in (FlipFlop, CopyUnique, CopyRepeat, InductOnce, InductRecent, Instructed, Parity, Passkey, Recall)
+        for task in (
+            FlipFlop,
+            CopyUnique,
+            CopyRepeat,
+            InductOnce,
+            InductRecent,
+            Instructed,
+            Reverse,
+            Sort,
+            Parity,
+            Majority,
+            WordProblem,
+            NBack,
+            Passkey,
+            Recall,
+            MultiTokenRecall,
+        )
     },
     "text": text,
 }
@@ -61,6 +83,9 @@ __all__ = [
     "InductOnce",
     "InductRecent",
     "Instructed",
+    "Majority",
+    "MultiTokenRecall",
+    "NBack",
     "Parity",
     "Passkey",
     "Perplexity",
@@ -68,7 +93,10 @@ __all__ = [
     "ReadsText",
     "Recall",
     "Result",
+    "Reverse",
+    "Sort",
     "Task",
+    "WordProblem",
     "build_task",
     "task_options",
 ]

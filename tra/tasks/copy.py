@@ -34,9 +34,13 @@ class CopyUnique(StringTask):
             every(BOS, batch),
             (x, present, False),
             every(SEP, batch),
-            (x, present, True),
+            (*self.answer(x, present), True),
             every(EOS, batch, counted=True),
         )
+
+    def answer(self, x: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+        """What belongs after a string ``[B, length]``, and which of its symbols exist."""
+        return x, present
 
     def sample_string(self, rng: torch.Generator, batch: int, length: int) -> Tensor:
         return sample_unique(rng, batch, length, self.alphabet, first=len(SPECIAL))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tra.tasks.base import Batch
 from tra.tasks.strings import BOS, EOS, SEP, SPECIAL, StringTask, every, join
@@ -28,7 +29,7 @@ class Parity(StringTask):
 
     def __post_init__(self) -> None:
         if self.alphabet != 2:
-            raise ValueError(f"alphabet must be 2 for parity, got {self.alphabet}")
+            raise ValueError(f"alphabet must be 2 for {self.name}, got {self.alphabet}")
 
     @property
     def symbols(self) -> Sequence[str]:
@@ -41,7 +42,7 @@ class Parity(StringTask):
         lengths = self.sample_lengths(rng, batch, length)
         present = torch.arange(length) < lengths[:, None]
         bits = torch.randint(2, (batch, length), generator=rng)
-        answer = (bits * present).sum(dim=1) % 2
+        answer = self.answer((bits * present).sum(dim=1), lengths)
         return join(
             every(BOS, batch),
             (bits + len(SPECIAL), present, False),
@@ -49,3 +50,7 @@ class Parity(StringTask):
             every(answer + len(SPECIAL), batch, counted=True),
             every(EOS, batch),
         )
+
+    def answer(self, ones: Tensor, lengths: Tensor) -> Tensor:
+        """0 or 1 ``[B]``, given how many of so many bits are ones."""
+        return ones % 2
