@@ -231,10 +231,12 @@ def test_runs_in_half_precision_under_autocast(mechanism: type[Attention]) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=["single"], indirect=True)  # compiling takes seconds
-def test_compiles_without_graph_breaks(mechanism: type[Attention]) -> None:
+def test_compiles_without_graph_breaks(name: str, mechanism: type[Attention]) -> None:
     torch._dynamo.reset()  # each compiled mechanism counts against one limit on recompilations
     attention = build(mechanism)
-    compiled = torch.compile(attention, fullgraph=True, dynamic=True)
+    # Machine code is made for the operator of this package alone: that of PyTorch's own is not ours to test.
+    backend = "inductor" if name.startswith("tra") else "aot_eager"
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=backend)
     for length in (9, 14):
         x = inputs(length=length)
         assert_close(compiled(x), attention(x))

@@ -26,6 +26,7 @@ OPTIONS = {
     "stick-breaking": ["qk_norm"],
     "differential": [*ROTARY, "lambda_start"],
     "selective": ROTARY,
+    "path": ["qk_norm", "rank"],
     "nape": ["qk_norm"],
     "ssmax": ["qk_norm", "positions"],
     "asentmax": ["qk_norm", "positions"],

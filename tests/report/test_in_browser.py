@@ -120,7 +120,7 @@ def test_every_weight_on_the_page_is_that_of_the_library(attention: str, show: S
     library = torch.stack(weights)
     assert torch.equal(shown == 0, library == 0)
     assert float((shown - library).abs().max()) < 1e-6
-    otherwise = ("cope", "stick-breaking", "differential", "selective", "asentmax", "tra-ordinary-distance")
+    otherwise = ("cope", "stick-breaking", "differential", "selective", "path", "asentmax", "tra-ordinary-distance")
     by_rule = attention not in otherwise
     assert all((layer["weights"] is None) == by_rule for layer in data_of(page)["models"][0]["layers"])
 

@@ -13,6 +13,7 @@ from tra.attention.kerple import KernelBiasAttention
 from tra.attention.nape import HalfBiasAttention
 from tra.attention.nope import UnpositionedAttention
 from tra.attention.options import Option, options_of
+from tra.attention.path import PathAttention
 from tra.attention.rope import RotaryAttention
 from tra.attention.selective import SelectiveAttention
 from tra.attention.sinusoidal import SinusoidalAttention
@@ -35,6 +36,7 @@ MECHANISMS: dict[str, type[Attention]] = {
     "stick-breaking": StickBreakingAttention,
     "differential": DifferentialAttention,
     "selective": SelectiveAttention,
+    "path": PathAttention,
     "nape": HalfBiasAttention,
     "ssmax": ScalableSoftmaxAttention,
     "asentmax": AdaptiveScaleEntmaxAttention,
