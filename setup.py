@@ -1,24 +1,33 @@
 """The native CPU kernel: one source, built once per instruction set, each build optional.
 
-Without a compiler the package installs all the same and computes with the reference implementation. The library has a
-plain C interface, so neither torch nor Python's headers are needed to build it, and it is loaded with ctypes: neither
-its name nor the wheel's tag holds a version of Python, and one wheel per platform serves them all.
+The kernel is an operator on PyTorch's stable ABI. It is built against the headers of the torch that is installed where
+the package goes, and then runs with every torch from 2.10 on. The headers are found without importing torch. Without
+torch or without a compiler the package installs all the same, says so, and computes with the reference implementation.
+The libraries know nothing of Python: neither their names nor the wheel's tag holds its version.
 """
 
 import platform
+import re
+import sys
+import sysconfig
 from glob import glob
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "tra/ops/threshold_relative"
+OLDEST = (2, 10)
 COMMON = [
-    "-std=c++17",
+    "-std=c++20",
     "-O3",
+    "-g0",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-fvisibility=hidden",
     "-Wno-psabi",
     "-Wno-maybe-uninitialized",
     "-Wno-unknown-warning-option",  # clang does not know the one before
@@ -34,13 +43,36 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     }
 
 
-class PlainLibraries(build_ext):
-    """Shared libraries that know nothing of Python, under the names that cpu.py looks for."""
+def find_torch():
+    """The folder of torch, or why the kernel cannot be built with it.
+
+    pip builds in an environment of its own, but the paths of `sysconfig` are still those of the one it installs into.
+    """
+    paths = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    spec = PathFinder.find_spec("torch", paths)
+    if spec is None or spec.origin is None:
+        return None, "torch is not installed: install torch first, then install this package again"
+    torch = Path(spec.origin).parent
+    header = torch / "include" / "torch" / "headeronly" / "version.h"
+    numbers = re.findall(r"#define TORCH_VERSION_M\w+ (\d+)", header.read_text()) if header.exists() else []
+    if tuple(map(int, numbers[:2])) < OLDEST:
+        return None, f"the kernel needs torch {'.'.join(map(str, OLDEST))} or newer, found an older one in {torch}"
+    return torch, None
+
+
+class OperatorLibraries(build_ext):
+    """Shared libraries that know torch but not Python, under the names that cpu.py looks for."""
 
     def build_extensions(self):
+        torch, missing = find_torch()
         if self.compiler.compiler_type == "msvc":
-            print("the native kernel is written for gcc and clang: with Microsoft's compiler it is left out")
+            missing = "it is written for gcc and clang"
+        if missing:
+            print(f"\nthreshold-relative-attention: the native CPU kernel is left out: {missing}\n", file=sys.stderr)
             self.extensions = []
+        for extension in self.extensions:
+            extension.include_dirs.append(str(torch / "include"))
+            extension.library_dirs.append(str(torch / "lib"))
         super().build_extensions()
 
     def get_ext_filename(self, fullname):
@@ -59,13 +91,14 @@ class AnyPython3(bdist_wheel):
 
 
 setup(
-    cmdclass={"build_ext": PlainLibraries, "bdist_wheel": AnyPython3},
+    cmdclass={"build_ext": OperatorLibraries, "bdist_wheel": AnyPython3},
     ext_modules=[
         Extension(
-            f"tra.ops.threshold_relative._cpu_{variant}",
-            sources=[f"{FOLDER}/cpu.cpp"],
+            f"tra.ops.threshold_relative._kernel_{variant}",
+            sources=[f"{FOLDER}/cpu.cpp", f"{FOLDER}/op.cpp"],
             depends=sorted(glob(f"{FOLDER}/*.h")),
-            define_macros=[("TRA_VARIANT", variant), *([("TRA_DISPATCH", "1")] if variant == "generic" else [])],
+            define_macros=[("TRA_VARIANT", variant), ("TORCH_TARGET_VERSION", "0x020a000000000000")],
+            libraries=["torch_cpu"],
             extra_compile_args=[*COMMON, *flags],
             optional=True,
         )

@@ -42,7 +42,7 @@ def check() -> str:
     variants = cpu.VARIANTS if platform.machine() == "x86_64" else cpu.VARIANTS[:1]
     variants = () if sys.platform == "win32" else variants
     built = {file.stem for file in distribution.files or () if file.suffix == ".so"}
-    assert built == {f"_cpu_{variant}" for variant in variants}, built
+    assert built == {f"_kernel_{variant}" for variant in variants}, built
     impl = "cpu" if built else "reference"
     found, expected = results(impl, torch.float32), results("reference", torch.float64)
     assert len(found) == len(expected) == 5

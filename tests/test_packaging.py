@@ -17,7 +17,7 @@ import yaml
 from tra.version import __version__
 
 ROOT = Path(__file__).parent.parent
-KERNELS = "tra/ops/threshold_relative/_cpu_"
+KERNELS = "tra/ops/threshold_relative/_kernel_"
 
 
 @pytest.fixture
@@ -30,11 +30,13 @@ def sources(tmp_path: Path) -> Path:
     return tree
 
 
-def set_up(tree: Path, *words: str, **surroundings: str) -> None:
+def set_up(tree: Path, *words: str, **surroundings: str) -> str:
+    """Run setup.py and return what it printed on standard error."""
     environment = {**os.environ, "PYTHONPATH": str(tree), **surroundings}
     command = [sys.executable, "setup.py", *words]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def wheel_of(tree: Path, **surroundings: str) -> zipfile.ZipFile:
@@ -48,7 +50,7 @@ def tags_of(wheel: zipfile.ZipFile) -> list[str]:
     return re.findall("^Tag: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
 
 
-def test_one_wheel_serves_every_python_3_and_is_built_without_torch(sources: Path) -> None:
+def test_one_wheel_serves_every_python_3_and_is_built_without_importing_torch(sources: Path) -> None:
     (sources / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     wheel = wheel_of(sources)
     variants = ["avx2", "avx512", "generic"] if platform.machine() == "x86_64" else ["generic"]
@@ -91,12 +93,37 @@ print(json.dumps([[str(w.message) for w in caught], refusal, cpu.about(), same, 
     )
     (message,), refusal, about, same, file = json.loads(output.stdout)
     assert file.startswith(str(installed))
-    assert "install a C++ compiler" in message
+    assert "a C++ compiler" in message
     assert refusal == (
-        "impl 'cpu' is not built: install a C++ compiler (gcc or clang) and reinstall threshold-relative-attention"
+        "impl 'cpu' is not built: with torch installed and a C++ compiler (gcc or clang) at hand, "
+        "reinstall threshold-relative-attention"
     )
-    assert about.startswith("native kernel; not usable here: it is not built: install a C++ compiler")
+    assert about.startswith("native kernel; not usable here: it is not built: with torch installed")
     assert same
+
+
+WITHOUT_TORCH = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, path=None, target=None: None if name == "torch" else find(name, path, target)
+"""
+
+
+def test_without_torch_the_kernel_is_left_out_and_the_build_says_how_to_get_it(sources: Path) -> None:
+    (sources / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    said = set_up(sources, "bdist_wheel", "--dist-dir", "dist")
+    assert "the native CPU kernel is left out: torch is not installed: install torch first" in said
+    (wheel,) = (sources / "dist").iterdir()
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+def test_headers_of_an_older_torch_are_refused_by_name(sources: Path) -> None:
+    headers = sources / "torch" / "include" / "torch" / "headeronly"
+    headers.mkdir(parents=True)
+    (sources / "torch" / "__init__.py").touch()
+    (headers / "version.h").write_text("#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 9\n")
+    said = set_up(sources, "build_ext", "--inplace")
+    assert "the kernel needs torch 2.10 or newer, found an older one in" in said
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git knows what belongs to the sources")

@@ -2,8 +2,9 @@
 
 import math
 import multiprocessing
-import struct
+import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.ops.oracle import dense_attention
 from tra import Decoder, DecoderConfig
 from tra.bench.memory import peak_of_attention
 from tra.ops import threshold_relative_attention
-from tra.ops.threshold_relative import cpu, implementations
+from tra.ops.threshold_relative import cpu, implementations, registration
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 
 
@@ -102,36 +103,41 @@ def test_it_says_what_it_refuses() -> None:
     )
 
 
-def _missing_entry_point(_path: str) -> object:
-    return object()
+def _unreadable(folder: Path) -> None:
+    (folder / "_kernel_generic.so").write_text("not a library")
 
 
-def _unreadable(path: str) -> object:
-    raise OSError(f"{path}: file too short")
+def _of_other_sources(folder: Path) -> None:
+    """A library that loads and registers no operator."""
+    source = folder / "empty.cpp"
+    source.write_text("")
+    subprocess.run(["g++", "-shared", "-o", folder / "_kernel_generic.so", source], check=True)
 
 
 @pytest.mark.parametrize(
-    "name, fake, reason",
+    "build, reason",
     [
-        ("PROBLEM", struct.Struct(cpu.PROBLEM.format + "q"), "was built from other sources than this package's"),
-        ("ctypes.CDLL", _missing_entry_point, "was built from other sources than this package's"),
-        ("ctypes.CDLL", _unreadable, "cannot be loaded"),
+        (lambda folder: None, "is not built"),
+        (_unreadable, "cannot be loaded"),
+        (_of_other_sources, "was built from other sources than this package's"),
     ],
-    ids=["another struct", "no entry point", "not a library"],
+    ids=["none", "not a library", "no operator"],
 )
 def test_a_library_that_does_not_fit_is_never_called(
-    monkeypatch: pytest.MonkeyPatch, name: str, fake: object, reason: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Callable[[Path], None], reason: str
 ) -> None:
+    build(tmp_path)
+    defined = iter(["defined_for_a_test"])  # a name is defined once
     with monkeypatch.context() as faked:
-        faked.setattr(f"tra.ops.threshold_relative.cpu.{name}", fake)
-        libraries, widest, unusable = cpu._load()
-    assert (libraries, widest) == ({}, 0)
+        faked.setattr(cpu, "define", lambda _, keeps: registration.define(next(defined), keeps))
+        libraries, unusable = cpu._load(tmp_path)
+    assert libraries == {}
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", cpu)  # which interpreted would take the call
-    for attribute, found in (("LIBRARIES", libraries), ("variant", None), ("widest", widest), ("unusable", unusable)):
+    for attribute, found in (("LIBRARIES", libraries), ("variant", None), ("unusable", unusable)):
         monkeypatch.setattr(cpu, attribute, found)
     monkeypatch.setattr(implementations, "_said", set())
     inputs = random_inputs(dtype=torch.float32)
-    with pytest.raises(ValueError, match=f"impl 'cpu' {reason}.*: reinstall threshold-relative-attention"):
+    with pytest.raises(ValueError, match=f"impl 'cpu' {reason}.*reinstall threshold-relative-attention"):
         run(*inputs)
     with pytest.warns(UserWarning, match=f"slower without its native CPU kernel, which {reason}") as caught:
         out = run(*inputs, impl="auto")

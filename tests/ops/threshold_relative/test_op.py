@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import random_inputs
 from tra.ops import threshold_relative_attention
-from tra.ops.threshold_relative import op
+from tra.ops.threshold_relative import cpu
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
-from tra.ops.threshold_relative.op import backward_op, forward_op
+from tra.ops.threshold_relative.op import operators
 
 
 def with_gradients(inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -56,15 +56,28 @@ def test_gradients_of_the_reference_equal_finite_differences(shape: dict[str, in
 @pytest.mark.parametrize("masked", [False, True])
 def test_opcheck_finds_nothing(impl: str, masked: bool) -> None:
     dtype = torch.float64 if impl == "reference" else torch.float32
-    inputs = with_gradients(random_inputs(queries=5, keys=9, kv_heads=2, dtype=dtype))
+    inputs = random_inputs(queries=5, keys=9, kv_heads=2, dtype=dtype)
     masks = (torch.rand(2, 9) < 0.8, torch.zeros(2, 9, dtype=torch.int64)) if masked else (None, None)
     seed = torch.tensor([12345]) if masked else None
-    arguments = (*inputs, *masks, seed, None, None, 0.3, 0.0, 0.0, 0.2 if masked else 0.0, 0.0, None, True, impl)
-    torch.library.opcheck(forward_op, arguments)
-    with torch.no_grad():
-        result = forward_op(*arguments)
-    detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-    torch.library.opcheck(backward_op, (torch.randn_like(result[0]), *result, *detached))
+    rows = (torch.randn(2, 4, 5), torch.full((2, 4, 5), 50.0)) if masked and impl != "triton" else (None, None)
+    numbers = (0.3, 0.0, 0.5 if masked and impl != "triton" else 0.0, 0.2 if masked else 0.0, 0.0, None)
+    ops = operators(impl)
+    torch.library.opcheck(ops.forward, (*inputs, *masks, seed, *rows, *numbers, True))
+    result = ops.forward(*inputs, *masks, seed, *rows, *numbers, True)
+    for wants in ((True, True, True), (True, False, False)):
+        arguments = (torch.randn_like(result[0]), *result, *wants, *inputs, *masks, seed, *rows, *numbers)
+        torch.library.opcheck(ops.backward, arguments)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_gradients_that_nobody_wants_are_left_out_and_the_others_do_not_change(impl: str) -> None:
+    whole = with_gradients(random_inputs(dtype=torch.float32))
+    threshold_relative_attention(*whole, impl=impl, straight_through=0.5).square().sum().backward()
+    for wanted in range(4):
+        some = [x.detach().requires_grad_(n == wanted) for n, x in enumerate(whole)]
+        threshold_relative_attention(*some, impl=impl, straight_through=0.5).square().sum().backward()
+        for n, (one, other) in enumerate(zip(some, whole, strict=True)):
+            assert torch.equal(one.grad, other.grad) if n == wanted else one.grad is None
 
 
 @pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
@@ -132,7 +145,9 @@ def test_a_positive_gate_is_an_error_wherever_there_is_data(compiled: bool) -> N
     query, key, value, log_gate = random_inputs(dtype=torch.float32)
     log_gate[1, 2, 3] = 0.25
     function = torch.compile(threshold_relative_attention, fullgraph=True) if compiled else threshold_relative_attention
-    with pytest.raises(ValueError, match=r"log_gate must never be positive, got a maximum of 0\.25"):
+    # Within a graph the kernel's own error is seen, and PyTorch's ABI for operators knows RuntimeErrors alone.
+    kind = RuntimeError if compiled else ValueError
+    with pytest.raises(kind, match=r"log_gate must never be positive, got a maximum of 0\.25"):
         function(query, key, value, log_gate)
 
 
@@ -159,12 +174,18 @@ def test_functional_gradients_are_those_of_autograd(attend: Callable[[Tensor], T
     expected = plain_gradient(loss)
     assert expected.abs().max() > 0
     assert torch.equal(grad(loss)(QUERY), expected)
-    assert torch.equal(torch.compile(grad(loss), fullgraph=True)(QUERY), expected)
     out, pull = vjp(attend, QUERY)
     assert torch.equal(pull(2 * out)[0], expected)
     # An inner gradient that the operator has no part in does not hide the outer one.
     nested = grad(lambda query: grad(lambda factor: (attend(query) * factor).sum())(out).square().sum())(QUERY)
     assert torch.equal(nested, expected)
+
+
+def test_compiling_a_functional_gradient_raises(attend: Callable[[Tensor], Tensor]) -> None:
+    # PyTorch compiles the gradients of autograd; within torch.func's transforms it asks operators for more than the
+    # public way of registering them gives.
+    with pytest.raises(Exception, match="functorch"):
+        torch.compile(gradient_of(attend), fullgraph=True)(QUERY)
 
 
 def test_a_graph_of_the_gradient_may_be_made(attend: Callable[[Tensor], Tensor]) -> None:
@@ -243,43 +264,17 @@ def test_a_constant_under_a_transform_is_computed_as_ever(attend: Callable[[Tens
     assert torch.equal(scaled, torch.stack([constant, 2 * constant]))
 
 
-# A call that nobody observes leaves the dispatcher out; everyone who does observe calls must go on seeing this one.
-
-
-@pytest.fixture
-def unobserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the test, a call that reaches the dispatcher is an error."""
-
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("the dispatcher was used")
-
-    monkeypatch.setattr(op, "forward_op", refuse)
-
-
 MASKS = {"key_mask": torch.rand(2, 17) < 0.8, "segment_ids": torch.arange(17).expand(2, 17) // 9}
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.usefixtures("unobserved")
-def test_a_plain_call_leaves_the_dispatcher_out(mode: Callable[[], object]) -> None:
-    inputs = random_inputs(dtype=torch.float32)
-    with mode():
-        assert not threshold_relative_attention(*inputs, **MASKS).requires_grad
-        if mode is not torch.enable_grad:
-            threshold_relative_attention(*with_gradients(inputs), dropout=0.5)
-    with torch.inference_mode():
-        inside = [x.clone() for x in inputs]
-    threshold_relative_attention(*inside)  # inference tensors, used outside
 
 
 @pytest.mark.parametrize("impl", sorted(IMPLEMENTATIONS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_dispatcher_changes_no_bit(impl: str, dtype: torch.dtype) -> None:
+def test_recording_gradients_changes_no_bit(impl: str, dtype: torch.dtype) -> None:
     inputs = random_inputs(dtype=dtype, queries=5, keys=17, kv_heads=2)
     plain = threshold_relative_attention(*inputs, **MASKS, impl=impl)
-    dispatched = threshold_relative_attention(*with_gradients(inputs), **MASKS, impl=impl)
-    assert dispatched.requires_grad
-    assert torch.equal(plain, dispatched)
+    recorded = threshold_relative_attention(*with_gradients(inputs), **MASKS, impl=impl)
+    assert recorded.requires_grad
+    assert torch.equal(plain, recorded)
     assert plain.is_contiguous()
 
 
@@ -320,7 +315,7 @@ def test_a_profiler_sees_the_operator() -> None:
     inputs = random_inputs(dtype=torch.float32)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         out = threshold_relative_attention(*inputs)
-    assert "tra::threshold_relative_attention" in {event.key for event in seen.key_averages()}
+    assert f"tra::threshold_relative_attention_{cpu.variant}" in {event.key for event in seen.key_averages()}
     assert torch.equal(out, threshold_relative_attention(*inputs))
 
 
@@ -368,7 +363,7 @@ def test_graphs_hold_the_operator() -> None:
     graphs += [torch.export.export(Attend(), inputs, strict=strict).module() for strict in (False, True)]
     graphs.append(make_fx(Attend())(*inputs))
     for graph in graphs:
-        assert forward_op in {node.target for node in graph.graph.nodes}
+        assert operators("cpu").forward in {node.target for node in graph.graph.nodes}
         (out,) = pytree.tree_leaves(graph(*inputs))
         assert torch.equal(out, expected)
 

@@ -86,18 +86,18 @@ def threshold_relative_attention(
         scale = 1.0 / math.sqrt(query.shape[3])
     if threshold is None:
         raise ValueError("threshold must be a number or a tensor, got None")
-    row_threshold, threshold = _per_row("threshold", threshold, query)
-    row_bound, score_bound = _per_row("score_bound", score_bound, query)
-    _check_options(query.dtype, scale, threshold, straight_through, dropout, tolerance, score_bound)
+    row_threshold, one_threshold = _per_row("threshold", threshold, query)
+    row_bound, one_bound = _per_row("score_bound", score_bound, query)
+    _check_options(query.dtype, scale, one_threshold, straight_through, dropout, tolerance, one_bound)
     seed = torch.randint(2**62, (1,), device=query.device) if dropout > 0.0 else None
     inputs = Inputs(query, key, value, log_gate, key_mask, segment_ids, seed, row_threshold, row_bound)
     options = Options(
         float(scale),
-        float(threshold or 0.0),
+        0.0 if one_threshold is None else float(one_threshold),
         float(straight_through),
         float(dropout),
         ROUNDING if tolerance is None else 1.0 if tolerance > 1.0 else float(tolerance),
-        None if score_bound is None else float(score_bound),
+        None if one_bound is None else float(one_bound),
     )
     return attend(inputs, options, choose(impl, inputs, options))
 
@@ -120,9 +120,7 @@ def _per_row(name: str, given: float | Tensor | None, query: Tensor) -> tuple[Te
 
 def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast take its dtype, as PyTorch's own attention does; the gate keeps its precision."""
-    if not torch._C._is_any_autocast_enabled() or not isinstance(query, Tensor):
-        return query, key, value
-    device = query.device.type
+    device = query.device.type if isinstance(query, Tensor) else "meta"
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
@@ -134,26 +132,32 @@ def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> bool:
-    """Whether `_check_tensors` has nothing to say, in few steps: for a new token its time is that of the kernel."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+    """Whether `_check_tensors` has nothing to say, in few steps: a new token takes no longer than its checks."""
+    try:
+        batch, heads, queries, width = query.shape
+        key_batch, key_heads, keys, key_width = key.shape
+        value_batch, value_heads, values, _ = value.shape
+        gate_batch, gate_heads, gates = log_gate.shape
+    except (AttributeError, ValueError):
         return False
-    rows, columns, mixed = query.shape, key.shape, value.shape
-    if not (isinstance(log_gate, Tensor) and len(rows) == len(columns) == len(mixed) == 4):
-        return False
-    batch, heads, queries, width = rows
-    key_batch, key_heads, keys, key_width = columns
+    dtype, device = query.dtype, query.device
     return (
-        batch == key_batch
+        batch == key_batch == value_batch == gate_batch
+        and heads == gate_heads
+        and queries == gates
+        and key_heads == value_heads
+        and keys == values
         and width == key_width
-        and min(width, heads, key_heads) >= 1
+        and width >= 1
+        and key_heads >= 1
+        and heads >= 1
         and heads % key_heads == 0
         and queries <= keys
-        and mixed[:3] == columns[:3]
-        and log_gate.shape == rows[:3]
-        and query.dtype == key.dtype == value.dtype
-        and query.is_floating_point()
-        and log_gate.is_floating_point()
-        and query.device == key.device == value.device == log_gate.device
+        and dtype == key.dtype == value.dtype
+        and device == key.device == value.device == log_gate.device
+        and dtype.is_floating_point
+        and log_gate.dtype.is_floating_point
+        and isinstance(query, Tensor)
     )
 
 
@@ -214,8 +218,9 @@ def _check_options(
     if not 0.0 <= straight_through < math.inf:
         raise ValueError(f"straight_through must be a temperature of at least 0, got {straight_through!r}")
     if dtype != torch.float64:
-        for name, number in (("scale", scale), ("threshold", threshold), ("straight_through", straight_through)):
-            if number is not None and not -LARGEST <= number <= LARGEST:
+        held = (("scale", scale), ("threshold", threshold or 0.0), ("straight_through", straight_through))
+        for name, number in held:
+            if not -LARGEST <= number <= LARGEST:
                 raise ValueError(f"{name} must be a number that torch.float32 can hold, got {number!r}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")

@@ -73,7 +73,7 @@ class Implementation(Protocol):
 
     It may also define ``passed_over(reason)``, which is asked when "auto" goes on to the next one because of that
     refusal: what to tell the user, once, that they lose and could install, as the rest of a sentence, or None. And
-    ``RESIDUAL = True``, if its forward returns a residual in training.
+    ``RESIDUAL``, the dtypes of query for which its forward returns a residual in training.
     """
 
     def about(self) -> str:

@@ -18,19 +18,9 @@
 #include "plan.h"
 #include "row.h"
 #include "team.h"
-#include "walk.h"
-
-#ifndef TRA_VARIANT
-#define TRA_VARIANT generic
-#endif
-#define TRA_JOIN_(a, b) a##b
-#define TRA_JOIN(a, b) TRA_JOIN_(a, b)
-#define TRA_ENTRY(name) TRA_JOIN(tra_##name##_, TRA_VARIANT)
+#include "share.h"
 
 namespace {
-
-// What the entry points return; cpu.py knows the numbers.
-enum Status : int { kDone = 0, kNoMemory = 1, kBoundBroken = 2 };
 
 // Results of this many bytes are worth huge pages.
 constexpr int64_t kLargeResult = 16 << 20;
@@ -42,7 +32,7 @@ void expect_large(const Plan& plan, const TraTensor& tensor, int64_t heads, int6
     int64_t last = 0;
     for (int n = 0; n < 4; n++) last += (sizes[n] - 1) * tensor.stride[n];
     const int64_t bytes = (last + 1) * (plan.type == kFloat32 ? 4 : 2);
-    if (bytes < kLargeResult) return;
+    if (!tensor.data || bytes < kLargeResult) return;
     const uintptr_t begin = uintptr_t(tensor.data) / page * page;
     madvise(reinterpret_cast<void*>(begin), size_t(bytes), MADV_HUGEPAGE);  // a hint: may fail
 #else
@@ -53,17 +43,17 @@ void expect_large(const Plan& plan, const TraTensor& tensor, int64_t heads, int6
 // The norms that bound the scores where the caller knows no bound.
 bool find_norms(Plan& plan) {
     const TraProblem& p = plan.problem;
-    if (p.score_bound >= 0) return true;
+    if (plan.has_bounds()) return true;
     const int64_t heads = p.batch * p.key_heads;
     return run_team(p, heads, double(heads) * p.key_length * p.width, [&] {
         return [&](int64_t item) { plan.find_norms(item / p.key_heads, item % p.key_heads); };
     });
 }
 
-Status forward(const TraProblem& p) {
+TraStatus forward(const TraProblem& p) {
     Plan plan(p);
     expect_large(plan, p.output, p.query_heads, p.query_length, p.value_width);
-    if (!find_norms(plan)) return kNoMemory;
+    if (!find_norms(plan)) return kTraNoMemory;
     double work = double(p.batch * p.query_heads) * p.query_length * p.key_length * p.width;
     bool enough;
     if (p.query_length * plan.group <= kFewRows) {
@@ -77,25 +67,25 @@ Status forward(const TraProblem& p) {
     } else {
         enough = run_team(p, forward_items(plan), work, [&] { return ForwardWorker(plan); });
     }
-    return !enough ? kNoMemory : plan.bound_broken ? kBoundBroken : kDone;
+    return !enough ? kTraNoMemory : plan.bound_broken ? kTraBoundBroken : kTraDone;
 }
 
-Status backward(const TraProblem& p) {
+TraStatus backward(const TraProblem& p) {
     Plan plan(p);
     expect_large(plan, p.grad_query, p.query_heads, p.query_length, p.width);
     expect_large(plan, p.grad_key, p.key_heads, p.key_length, p.width);
     expect_large(plan, p.grad_value, p.key_heads, p.key_length, p.value_width);
-    if (!find_norms(plan)) return kNoMemory;
+    if (!find_norms(plan)) return kTraNoMemory;
     double work = 2 * double(p.batch * p.query_heads) * p.query_length * p.key_length * p.width;
     BackwardShare share(plan);
-    return run_team(p, share.items(), work, [&] { return BackwardWorker(plan, share); }) ? kDone : kNoMemory;
+    return run_team(p, share.items(), work, [&] { return BackwardWorker(plan, share); }) ? kTraDone : kTraNoMemory;
 }
 
-Status guarded(Status (*function)(const TraProblem&), const TraProblem& problem) {
+TraStatus guarded(TraStatus (*function)(const TraProblem&), const TraProblem& problem) {
     try {
         return function(problem);
     } catch (...) {
-        return kNoMemory;
+        return kTraNoMemory;
     }
 }
 
@@ -108,15 +98,3 @@ extern "C" int TRA_ENTRY(backward)(const TraProblem* problem) { return guarded(b
 extern "C" int TRA_ENTRY(problem_size)() { return int(sizeof(TraProblem)); }
 extern "C" int TRA_ENTRY(widest)() { return int(kWidest); }
 
-#ifdef TRA_DISPATCH  // in one of the variants only: the best one this machine runs
-extern "C" const char* tra_variant() {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return "avx512";
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
-#endif
-    return "generic";
-}
-#endif

@@ -1,4 +1,4 @@
-// The problem as the caller lays it out, and what a call finds out about it before any row is walked.
+// What a call finds out about its problem before any row is walked.
 #pragma once
 
 #include <algorithm>
@@ -13,41 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "problem.h"
 #include "simd.h"
-
-extern "C" {
-
-// [batch, head, position, component], strides in elements. log_gate has no component.
-struct TraTensor {
-    void* data;
-    int64_t stride[4];
-};
-
-// What backward must know of a row.
-struct TraRowState {
-    float offset;  // subtracted from every logit
-    float sum;     // of weights
-};
-
-// cpu.py lays out the same struct by hand; the library's tra_problem_size_* lets it find a mismatch.
-struct TraProblem {
-    TraTensor query, key, value, output, grad_output, grad_query, grad_key, grad_value;
-    TraTensor log_gate, grad_log_gate;  // always fp32
-    TraRowState* row_state;             // [batch, query_heads, query_length]
-    const uint8_t* key_mask;            // null, or nonzero where a key may be attended
-    int64_t key_mask_stride[2];
-    const int32_t* segment_ids;  // null, or the document a key belongs to
-    int64_t segment_stride[2];
-    int64_t batch, query_heads, key_heads, query_length, key_length, width, value_width;
-    double dropout, tolerance;
-    double score_bound;  // on the kept scores; negative: not known, take it from norms
-    uint64_t seed;
-    float scale, threshold;
-    int32_t type, threads;
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // libgomp's GOMP_parallel or null
-};
-
-}  // extern "C"
 
 namespace {
 
@@ -117,20 +84,39 @@ double dot(const float* a, const float* b, int64_t count) {
     return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
 }
 
-// The least score that a kept key can have where scores are bounded.
-double least_score(const TraProblem& p, double bound) { return std::max(double(p.threshold), -bound); }
+// What is known of a row's scores: the threshold that the kept ones exceed, and a bound on their size.
+struct Scores {
+    float threshold;
+    double bound;
+    // The least that a kept key can have.
+    double least() const { return std::max(double(threshold), -bound); }
+    double spread() const { return bound - least(); }
+};
 
 // Keys beyond count C weigh at most sum_{c > C} e^(U + g (c - 1)) = e^(U + g C) / (1 - e^g), while
 // the first C weigh at least sum_{c <= C} e^(T + g (c - 1)) = e^T (1 - e^(g C)) / (1 - e^g), with
 // U and T the largest and least possible kept score. Dropping a mass of r times the rest moves the
 // output by at most 2 r max|v|, so C must satisfy 2 e^(U - T) x / (1 - x) <= tolerance, x = e^(g C).
 // Returns the least such -g C.
-double decay_needed(const TraProblem& p, double bound) {
-    double tolerance = p.tolerance * (1 - p.dropout);  // dropout scales what is left of the weights
+double decay_needed(const TraProblem& p, const Scores& scores, double tolerance) {
+    tolerance *= 1 - p.dropout;  // dropout scales what is left of the weights
     if (!(tolerance > 0)) return kInfinity;
-    double spread = std::max(bound - least_score(p, bound), 0.0);
-    double odds = spread + std::log(2 / tolerance);  // ln((1 - x) / x)
+    double odds = std::max(scores.spread(), 0.0) + std::log(2 / tolerance);  // ln((1 - x) / x)
     return (odds > 0 ? odds + std::log1p(std::exp(-odds)) : std::log1p(std::exp(odds))) * (1 + 1e-9);
+}
+
+// Straight-through, a key that is left out has a gradient of at most 2 h e^(g C) M behind count C, with h <= 1 / (4
+// temperature) the slope of its sigmoid and M the largest |dout . v|: the nearest kept key has a larger score. There may
+// be as many of them as there are keys. Returns the least -g C at which they have together at most tolerance M.
+double decay_needed_left_out(const TraProblem& p) {
+    double tolerance = p.tolerance * (1 - p.dropout);
+    if (!(tolerance > 0)) return kInfinity;
+    return std::max(std::log(double(p.key_length) / (2 * double(p.straight_through) * tolerance)), 0.0) * (1 + 1e-9);
+}
+
+// The count at which a row has decayed that much.
+float count_after(double decay, float gate) {
+    return gate < 0 ? float(std::min(std::ceil(decay / -gate), 1e9)) : kInfinity;
 }
 
 struct Plan {
@@ -142,9 +128,11 @@ struct Plan {
     int64_t width_lanes, value_lanes;    // rounded up to whole vectors
     uint32_t drop_below;                 // a weight is dropped when its random bits are less
     float drop_scale;                    // what the others are multiplied by
-    double decay;                        // decay_needed() if the bound is the same for all rows
+    Scores scores;                       // of every row, if they are the same for all
+    bool same_scores;
+    double decay, decay_behind;          // then decay_needed() for the tolerance and for behind_tolerance()
+    double decay_left_out;               // decay_needed_left_out()
     bool all_safe;                       // no row needs a first walk
-    float largest_score;                 // that a kept key may have by the caller's word
     mutable std::atomic<bool> bound_broken{false};  // one had a larger one
     std::vector<float> largest_norm;     // [batch, key head, key]: over this key and all before it
     std::vector<int32_t> segment_start;  // [batch, key]: the first key of the same document
@@ -161,13 +149,39 @@ struct Plan {
         value_lanes = round_up(p.value_width, kWidth);
         drop_below = uint32_t(std::floor(p.dropout * 4294967296.0));
         drop_scale = p.dropout > 0 ? float(1 / (1 - p.dropout)) : 1.0f;
-        const double bound = p.score_bound * kBoundSlack;
-        decay = decay_needed(p, bound);
-        all_safe = bound >= 0 && bound - least_score(p, bound) <= kSafeSpread;
-        largest_score = p.score_bound < 0 ? kInfinity : float(bound * kTypeSlack[type]);
+        scores = {p.threshold, p.score_bound * kBoundSlack};
+        same_scores = !p.row_threshold.data && !p.row_bound.data && p.score_bound >= 0;
+        decay = decay_needed(p, scores, p.tolerance);
+        decay_behind = decay_needed(p, scores, behind_tolerance());
+        decay_left_out = decay_needed_left_out(p);
+        all_safe = same_scores ? scores.spread() <= kSafeSpread : has_bounds() && every_row_is_safe();
         if (p.segment_ids) find_segments();
         if (p.key_mask) find_spans();
-        if (p.score_bound < 0) largest_norm.resize(p.batch * p.key_heads * p.key_length);
+        if (!has_bounds()) largest_norm.resize(p.batch * p.key_heads * p.key_length);
+    }
+
+    // Straight-through, a row's sum of gradients is 0 but for rounding when this little is left of its weights.
+    double behind_tolerance() const { return std::max(problem.tolerance, 0x1p-23); }
+    // Whether the caller vouches for bounds of the scores.
+    bool has_bounds() const { return problem.row_bound.data || problem.score_bound >= 0; }
+    // The caller's threshold and bound of a row. Without a bound it is negative.
+    Scores scores_of(int64_t batch, int64_t head, int64_t query) const {
+        const TraProblem& p = problem;
+        Scores found = scores;
+        if (p.row_threshold.data) found.threshold = number(p.row_threshold, batch, head, query);
+        if (p.row_bound.data) {
+            const double bound = number(p.row_bound, batch, head, query);
+            found.bound = std::isfinite(bound) ? bound * kBoundSlack : kInfinity;
+        }
+        return found;
+    }
+    bool every_row_is_safe() const {
+        const TraProblem& p = problem;
+        for (int64_t batch = 0; batch < p.batch; batch++)
+            for (int64_t head = 0; head < p.query_heads; head++)
+                for (int64_t query = 0; query < p.query_length; query++)
+                    if (!(scores_of(batch, head, query).spread() <= kSafeSpread)) return false;
+        return true;
     }
 
     bool valid(int64_t batch, int64_t key) const {
@@ -189,7 +203,8 @@ struct Plan {
     int64_t place(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position) const {
         return batch * tensor.stride[0] + head * tensor.stride[1] + position * tensor.stride[2];
     }
-    float& gate(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position) const {
+    // Of a tensor that has one number a row.
+    float& number(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position) const {
         return static_cast<float*>(tensor.data)[place(tensor, batch, head, position)];
     }
     void read(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position, int64_t count,

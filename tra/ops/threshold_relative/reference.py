@@ -109,8 +109,7 @@ def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options)
     query, key, value, log_gate = inputs[:4]
     q, k, v, g, threshold, visible = _prepare(inputs, options)
     if q.numel() == 0:
-        zeros = (torch.zeros_like(x) for x in inputs[:4])
-        return Gradients(*zeros, None if inputs.row_threshold is None else torch.zeros_like(inputs.row_threshold))
+        return zero_gradients(inputs, options)
     score, keep, distance, logits = attention_terms(q, k, g, visible, options.scale, threshold)
     spoilt = ~(result.row_state.isfinite().all(-1) & grad_out.isfinite().all(-1))[..., None]
     largest, total = result.row_state[..., None].unbind(-2)
@@ -161,6 +160,13 @@ def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options)
         grad_gate.to(log_gate.dtype),
         grad_threshold,
     )
+
+
+def zero_gradients(inputs: Inputs, options: Options) -> Gradients:
+    """Of a call without rows or keys."""
+    through = inputs.row_threshold if options.straight_through > 0.0 else None
+    query, key, value, log_gate = map(torch.zeros_like, inputs[:4])
+    return Gradients(query, key, value, log_gate, None if through is None else torch.zeros_like(through))
 
 
 def _prepare(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

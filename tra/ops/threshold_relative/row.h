@@ -11,15 +11,20 @@ constexpr int64_t kFewRows = 4;
 struct Row {
     int64_t batch, head, query;  // indices
     int32_t position, segment = 0, first_key = 0;
-    float gate, limit = 0;  // the row is done when it has counted this many keys
-    float offset = 0;       // subtracted from its logits,
-    bool safe = true;       // unless a first walk must find a better one
+    float gate;
+    float threshold = 0;        // kept scores are greater
+    float largest_score = 0;    // and by the caller's word not greater than this
+    float limit = 0;            // kept keys beyond this count weigh nothing
+    float limit_left_out = 0;   // straight-through, keys that are left out have no gradient beyond this one,
+    float limit_behind = 0;     // and beyond this one none for what lies behind them
+    float offset = 0;           // subtracted from its logits,
+    bool safe = true;           // unless a first walk must find a better one
     TraRowState* state;
     uint32_t random_low = 0, random_high = 0;  // words of the dropout generator
 };
 
-// Finds the query's components, in `room` if they must be converted. False: one of them or the gate
-// is not finite.
+// Finds the query's components, in `room` if they must be converted. False: one of them, the gate or the
+// threshold is not finite.
 bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, float* room,
               const float*& components, Row& row) {
     const TraProblem& p = plan.problem;
@@ -29,21 +34,29 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
     row.query = query;
     row.position = int32_t(query + p.key_length - p.query_length);
     row.state = p.row_state + index;
-    row.gate = plan.gate(p.log_gate, batch, head, query);
+    row.gate = plan.number(p.log_gate, batch, head, query);
+    Scores scores = plan.same_scores ? plan.scores : plan.scores_of(batch, head, query);
+    row.threshold = scores.threshold;
     components = plan.look(p.query, batch, head, query, p.width, room);
-    if (!all_finite(components, p.width) || !std::isfinite(row.gate)) return false;
+    if (!all_finite(components, p.width) || !std::isfinite(row.gate) || !std::isfinite(row.threshold)) return false;
     if (row.position < 0) return true;  // before the first key
-    double bound = p.score_bound * kBoundSlack;
-    if (p.score_bound < 0) {
-        bound = std::fabs(p.scale) * std::sqrt(dot(components, components, p.width)) * kBoundSlack;
-        if (bound > 0)  // 0 bounds the scores of a query of zeros even where a key's norm is infinite
-            bound *= plan.largest_norm[(batch * p.key_heads + head / plan.group) * p.key_length + row.position];
+    row.largest_score = kInfinity;
+    if (plan.has_bounds()) {
+        row.largest_score = float(scores.bound * kTypeSlack[plan.type]);
+    } else {
+        scores.bound = std::fabs(p.scale) * std::sqrt(dot(components, components, p.width)) * kBoundSlack;
+        if (scores.bound > 0)  // 0 bounds the scores of a query of zeros even where a key's norm is infinite
+            scores.bound *= plan.largest_norm[(batch * p.key_heads + head / plan.group) * p.key_length + row.position];
     }
-    const double least = least_score(p, bound);
-    row.safe = bound - least <= kSafeSpread;
-    row.offset = float(least);
-    double exponent = p.score_bound < 0 ? decay_needed(p, bound) : plan.decay;
-    row.limit = row.gate < 0 ? float(std::min(std::ceil(exponent / -row.gate), 1e9)) : kInfinity;
+    row.safe = scores.spread() <= kSafeSpread;
+    row.offset = float(scores.least());
+    const bool same = plan.same_scores;
+    row.limit = count_after(same ? plan.decay : decay_needed(p, scores, p.tolerance), row.gate);
+    if (p.straight_through > 0) {
+        const double behind = same ? plan.decay_behind : decay_needed(p, scores, plan.behind_tolerance());
+        row.limit_behind = count_after(behind, row.gate);
+        row.limit_left_out = count_after(plan.decay_left_out, row.gate);
+    }
     row.segment = plan.segment(batch, row.position);
     row.first_key = p.segment_ids ? plan.segment_start[batch * p.key_length + row.position] : 0;
     if (p.dropout > 0) {
@@ -54,19 +67,34 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
     return true;
 }
 
+// What rounding takes from the output: backward subtracts numbers that are nearly equal to it.
+void write_residual(const Plan& plan, const Row& row, const float* values, double factor) {
+    const TraProblem& p = plan.problem;
+    Components room, residual;
+    const float* output = plan.look(p.output, row.batch, row.head, row.query, p.value_width, room);
+    for (int64_t d = 0; d < p.value_width; d++) residual[d] = float(values[d] * factor - output[d]);
+    write_row(p.residual.data, plan.place(p.residual, row.batch, row.head, row.query), p.residual.stride[3],
+              p.value_width, kBFloat16, residual);
+}
+
 // Divides the weighted sum of values by that of weights, in place, and writes it.
 void finish_forward(const Plan& plan, const Row& row, TraRowState state, float sum, float* output) {
     const TraProblem& p = plan.problem;
     *row.state = state;
+    Components values;
+    if (p.residual.data) std::memcpy(values, output, p.value_width * sizeof(float));
     // A product with 1 / sum would round once more. -0 becomes 0.
     for (int64_t d = 0; d < p.value_width; d++) output[d] = output[d] * plan.drop_scale / sum + 0.0f;
     plan.write(p.output, row.batch, row.head, row.query, p.value_width, output);
+    if (p.residual.data) write_residual(plan, row, values, double(plan.drop_scale) / sum);
 }
 
-// The same for a row as it was walked. False: its sum overflowed, and nothing is written.
-bool finish_forward(const Plan& plan, const Row& row, float offset, float sum, float* output) {
+// The same for a row as it was walked, whose largest visible score is needed if it kept nothing. False: its sum
+// overflowed, and nothing is written.
+bool finish_forward(const Plan& plan, const Row& row, float offset, float sum, float largest_score, float* output) {
     if (!all_finite(output, plan.problem.value_width)) return false;
-    finish_forward(plan, row, {offset, sum}, sum == 0 ? 1 : sum, output);
+    if (sum == 0) finish_forward(plan, row, {std::isfinite(largest_score) ? largest_score : 0, 0}, 1, output);
+    else finish_forward(plan, row, {offset, sum}, sum, output);
     return true;
 }
 
@@ -88,36 +116,48 @@ bool open_backward(const Plan& plan, const Row& row, float* grad, float& delta) 
     Components room;
     plan.read(p.grad_output, row.batch, row.head, row.query, p.value_width, grad);
     const float* output = plan.look(p.output, row.batch, row.head, row.query, p.value_width, room);
-    delta = float(dot(grad, output, p.value_width));
+    double product = dot(grad, output, p.value_width);
+    if (p.residual.data) {
+        read_row(p.residual.data, plan.place(p.residual, row.batch, row.head, row.query), p.residual.stride[3],
+                 p.value_width, kBFloat16, room);
+        product += dot(grad, room, p.value_width);
+    }
+    delta = float(product);
     return all_finite(grad, p.value_width) && std::isfinite(delta) && std::isfinite(row.state->sum);
 }
 
-void write_backward(const Plan& plan, const Row& row, const float* grad_query, float grad_gate) {
+// Gradients of what a row has one number of.
+struct RowGradients {
+    float gate, threshold;
+};
+
+void write_backward(const Plan& plan, const Row& row, const float* grad_query, RowGradients grads) {
     const TraProblem& p = plan.problem;
-    plan.write(p.grad_query, row.batch, row.head, row.query, p.width, grad_query);
-    plan.gate(p.grad_log_gate, row.batch, row.head, row.query) = grad_gate + 0.0f;
+    if (p.grad_query.data) plan.write(p.grad_query, row.batch, row.head, row.query, p.width, grad_query);
+    plan.number(p.grad_log_gate, row.batch, row.head, row.query) = grads.gate + 0.0f;
+    if (p.grad_threshold.data) plan.number(p.grad_threshold, row.batch, row.head, row.query) = grads.threshold + 0.0f;
 }
 
 // Scales the sum of gradients of scores times keys, in place, and writes it.
-void finish_backward(const Plan& plan, const Row& row, float* grad_query, float grad_gate) {
+void finish_backward(const Plan& plan, const Row& row, float* grad_query, RowGradients grads) {
     const TraProblem& p = plan.problem;
     for (int64_t d = 0; d < p.width; d++) grad_query[d] = grad_query[d] * p.scale + 0.0f;
-    write_backward(plan, row, grad_query, grad_gate);
+    write_backward(plan, row, grad_query, grads);
 }
 
 // Scales the gradient of a key, in place, and writes it and that of its value.
 void finish_key(const Plan& plan, int64_t batch, int64_t head, int64_t key, float* grad_key, const float* grad_value) {
     const TraProblem& p = plan.problem;
     for (int64_t d = 0; d < p.width; d++) grad_key[d] = grad_key[d] * p.scale + 0.0f;
-    plan.write(p.grad_key, batch, head, key, p.width, grad_key);
-    plan.write(p.grad_value, batch, head, key, p.value_width, grad_value);
+    if (p.grad_key.data) plan.write(p.grad_key, batch, head, key, p.width, grad_key);
+    if (p.grad_value.data) plan.write(p.grad_value, batch, head, key, p.value_width, grad_value);
 }
 
 // A row without a walk: all its gradients are `value`, 0 or NaN.
 void fill_backward(const Plan& plan, const Row& row, float value) {
     Components grad_query;
     std::fill_n(grad_query, plan.problem.width, value);
-    write_backward(plan, row, grad_query, value);
+    write_backward(plan, row, grad_query, {value, value});
 }
 
 // Forward of one row at a time: values are read only where their key is kept.
@@ -154,7 +194,7 @@ class SingleRow {
         }
         if (!add_up(row, key_head)) return spoil_forward(plan_, row);
         const float sum = total_[p.value_width];
-        if (finish_forward(plan_, row, offset, sum, total_)) return;
+        if (finish_forward(plan_, row, offset, sum, largest_score_, total_)) return;
         // Values near the largest number: their sum has no place, but their mean has.
         for (float& weight : weights_) weight /= sum;
         add_up(row, key_head);
@@ -171,6 +211,7 @@ class SingleRow {
         Components converted[kTogether];
         kept_.clear();
         scores_.clear();
+        largest_score_ = -kInfinity;
         int64_t key = row.position;
         while (key >= row.first_key) {
             const float* keys[kTogether];
@@ -187,10 +228,11 @@ class SingleRow {
             float sum[kTogether];
             dot_keys(query, keys, sum);
             for (int u = 0; u < count; u++) {
-                float score = sum[u] * p.scale;
-                if (!(score > p.threshold)) continue;
+                const float score = sum[u] * p.scale;
                 if (!std::isfinite(score) && !all_finite(keys[u], p.width)) continue;
-                if (std::fabs(score) > plan_.largest_score) plan_.bound_broken = true;
+                largest_score_ = std::max(largest_score_, score);
+                if (!(score > row.threshold)) continue;
+                if (std::fabs(score) > row.largest_score) plan_.bound_broken = true;
                 plan_.expect(p.value, row.batch, key_head, index[u], p.value_width);
                 kept_.push_back(index[u]);
                 scores_.push_back(score);
@@ -246,17 +288,20 @@ class SingleRow {
     const TraProblem& problem_;
     std::vector<int64_t> kept_;
     std::vector<float> scores_, weights_;  // of the kept keys; weights_ holds their logits first
+    float largest_score_ = 0;              // of a visible key
     float total_[kWidest + 1];
 };
 
 // About how many multiplications single rows will take, if half of the keys are kept.
 double single_row_work(const Plan& plan) {
     const TraProblem& p = plan.problem;
-    if (p.score_bound < 0) return kInfinity;
+    if (!plan.has_bounds()) return kInfinity;
     double keys = 0;
     for (int64_t row = 0; row < p.batch * p.query_heads * p.query_length; row++) {
-        int64_t query = row % p.query_length, head = row / p.query_length;
-        keys -= 2 * plan.decay / plan.gate(p.log_gate, head / p.query_heads, head % p.query_heads, query);
+        const int64_t query = row % p.query_length, head = row / p.query_length % p.query_heads;
+        const int64_t batch = row / p.query_length / p.query_heads;
+        const double decay = plan.same_scores ? plan.decay : decay_needed(p, plan.scores_of(batch, head, query), p.tolerance);
+        keys -= 2 * decay / plan.number(p.log_gate, batch, head, query);
     }
     return keys >= 0 ? keys * p.width : kInfinity;
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options, Result
 from tra.ops.threshold_relative.reach import row_decay
+from tra.ops.threshold_relative.reference import zero_gradients
 from tra.ops.threshold_relative.triton import kernels, tiles, tuning
 
 SCRATCH = 256 * 2**20
@@ -138,7 +139,7 @@ def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options)
     query, key, value = inputs[:3]
     out, state, _ = result
     if out.numel() == 0 or key.numel() == 0:
-        return Gradients(*(torch.zeros_like(x) for x in inputs[:4]), None)
+        return zero_gradients(inputs, options)
     call = _prepare(inputs, options)
     grad_out = _side_by_side(grad_out)
     dirty = _not_finite(key, call.units) | _not_finite(value, call.units)
@@ -155,7 +156,10 @@ def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options)
     walk = partial(_walk_again, call, grad_out, dirty, rows, order)
     choices = [*product(call.choices("backward_query"), call.choices("backward_key"))]
     gradients = walk(tuning.choose(call.kind("backward"), choices, walk))
-    return Gradients(*(x.to(like.dtype) for x, like in zip(gradients, inputs[:4], strict=True)), None)
+    grad_query, grad_key, grad_value, grad_gate = (
+        x.to(like.dtype) for x, like in zip(gradients, inputs[:4], strict=True)
+    )
+    return Gradients(grad_query, grad_key, grad_value, grad_gate, None)
 
 
 def _walk_again(

@@ -1,0 +1,220 @@
+// The kernel as an operator of PyTorch, on its stable ABI: one library for every torch from 2.10 on.
+//
+// Built once per variant of the kernel, whose name is part of the operator's. op.py defines the schemas and everything
+// that is not a number on a CPU: fake kernels, gradients, what is refused.
+#include <pthread.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <atomic>
+#include <cmath>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "problem.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
+
+// libgomp's threads do not survive a fork: the child starts plain ones.
+std::atomic<bool> forked{false};
+const int watches_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+// PyTorch's threads: a second pool would fight it for the cores.
+void run_together(void (*part)(void*), void* team, unsigned threads, unsigned) {
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t n = begin; n < end; n++) part(team);
+    });
+}
+
+Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType type) {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t n = sizes.size() - 1; n > 0; n--) strides[n - 1] = strides[n] * std::max<int64_t>(sizes.begin()[n], 1);
+    AtenTensorHandle handle;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+        int64_t(sizes.size()), sizes.begin(), strides.data(),
+        torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), aoti_torch_device_type_cpu(), 0, &handle));
+    return Tensor(handle);
+}
+Tensor absent() { return new_tensor({0}, ScalarType::Float); }
+Tensor new_like(const Tensor& tensor, ScalarType type) {
+    auto size = [&](int64_t n) { return tensor.size(n); };
+    if (tensor.dim() == 3) return new_tensor({size(0), size(1), size(2)}, type);
+    return new_tensor({size(0), size(1), size(2), size(3)}, type);
+}
+
+Tensor as_type(const Tensor& tensor, ScalarType type) {
+    return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+}
+Maybe as_float(const Maybe& tensor) { return tensor ? Maybe(as_type(*tensor, ScalarType::Float)) : tensor; }
+
+TraTensor view(const Tensor& tensor) {
+    TraTensor result = {tensor.data_ptr(), {}};
+    for (int64_t n = 0; n < tensor.dim(); n++) result.stride[n] = tensor.stride(n);
+    return result;
+}
+TraTensor view(const Maybe& tensor) { return tensor ? view(*tensor) : TraTensor{}; }
+
+// A call as the kernel reads it, and the tensors that it was converted from, which must outlive it.
+struct Call {
+    TraProblem problem = {};
+    Tensor gate;
+    Maybe threshold, bound;
+    std::vector<int32_t> segments;
+
+    Call(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
+         const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
+         double scale, double threshold_of_all, double straight_through, double dropout, double tolerance,
+         std::optional<double> score_bound)
+        : gate(as_type(log_gate, ScalarType::Float)), threshold(as_float(row_threshold)), bound(as_float(row_bound)) {
+        TraProblem& p = problem;
+        p.query = view(query);
+        p.key = view(key);
+        p.value = view(value);
+        p.log_gate = view(gate);
+        p.row_threshold = view(threshold);
+        p.row_bound = view(bound);
+        if (key_mask) {
+            p.key_mask = static_cast<const uint8_t*>(key_mask->data_ptr());
+            p.key_mask_stride[0] = key_mask->stride(0);
+            p.key_mask_stride[1] = key_mask->stride(1);
+        }
+        p.batch = query.size(0);
+        p.query_heads = query.size(1);
+        p.query_length = query.size(2);
+        p.width = query.size(3);
+        p.key_heads = key.size(1);
+        p.key_length = key.size(2);
+        p.value_width = value.size(3);
+        if (segment_ids) read_segments(*segment_ids);
+        p.dropout = dropout;
+        p.tolerance = tolerance;
+        p.score_bound = score_bound.value_or(-1);
+        p.seed = dropout_seed ? uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr())) : 0;
+        p.scale = float(scale);
+        p.threshold = float(threshold_of_all);
+        p.straight_through = float(straight_through);
+        const ScalarType type = query.scalar_type();
+        p.type = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
+        p.threads = int32_t(torch::stable::get_num_threads());
+        p.parallel = forked ? nullptr : run_together;
+    }
+
+    void read_segments(const Tensor& ids) {
+        TraProblem& p = problem;
+        if (ids.scalar_type() == ScalarType::Int) {
+            p.segment_ids = static_cast<const int32_t*>(ids.data_ptr());
+            p.segment_stride[0] = ids.stride(0);
+            p.segment_stride[1] = ids.stride(1);
+            return;
+        }
+        // Renumbered, not truncated: two ids must not become one.
+        const int64_t* from = static_cast<const int64_t*>(ids.data_ptr());
+        std::unordered_map<int64_t, int32_t> numbers;
+        segments.reserve(p.batch * p.key_length);
+        for (int64_t batch = 0; batch < p.batch; batch++)
+            for (int64_t key = 0; key < p.key_length; key++)
+                segments.push_back(numbers.emplace(from[batch * ids.stride(0) + key * ids.stride(1)],
+                                                   int32_t(numbers.size())).first->second);
+        p.segment_ids = segments.data();
+        p.segment_stride[0] = p.key_length;
+        p.segment_stride[1] = 1;
+    }
+
+    // cpu.py makes Python's errors of these texts.
+    void run(int (*entry)(const TraProblem*)) const {
+        switch (entry(&problem)) {
+            case kTraDone: return;
+            case kTraBoundBroken:
+                throw std::runtime_error("score_bound must bound the absolute scores of all kept keys, got " +
+                                         (bound ? "a tensor" : shortest(problem.score_bound)) + " and a larger score");
+            default: throw std::runtime_error("threshold_relative_attention: the CPU kernel ran out of memory");
+        }
+    }
+    static std::string shortest(double number) {
+        char text[32];
+        snprintf(text, sizeof text, "%g", number);
+        return text;
+    }
+
+    void check_gate() const {
+        const TraProblem& p = problem;
+        float largest = 0;
+        for (int64_t batch = 0; batch < p.batch; batch++)
+            for (int64_t head = 0; head < p.query_heads; head++)
+                for (int64_t query = 0; query < p.query_length; query++)
+                    largest = std::max(largest, static_cast<const float*>(p.log_gate.data)[
+                        batch * p.log_gate.stride[0] + head * p.log_gate.stride[1] + query * p.log_gate.stride[2]]);
+        if (largest > 0)
+            throw std::runtime_error("log_gate must never be positive, got a maximum of " + shortest(largest));
+    }
+};
+
+std::tuple<Tensor, Tensor, Tensor> forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
+    const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
+    double scale, double threshold, double straight_through, double dropout, double tolerance,
+    std::optional<double> score_bound, bool training) {
+    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
+              threshold, straight_through, dropout, tolerance, score_bound);
+    call.check_gate();
+    TraProblem& p = call.problem;
+    Tensor out = new_tensor({p.batch, p.query_heads, p.query_length, p.value_width}, query.scalar_type());
+    Tensor row_state = new_tensor({p.batch, p.query_heads, p.query_length, 2}, ScalarType::Float);
+    const bool rounds = training && query.scalar_type() != ScalarType::Float;  // cpu.RESIDUAL
+    Tensor residual = rounds ? new_like(out, ScalarType::BFloat16) : new_tensor({0}, ScalarType::BFloat16);
+    p.output = view(out);
+    p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
+    if (rounds) p.residual = view(residual);
+    call.run(TRA_ENTRY(forward));
+    return {out, row_state, residual};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad_out, const Tensor& out, const Tensor& row_state, const Tensor& residual, bool wants_query,
+    bool wants_key, bool wants_value, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& log_gate, const Maybe& key_mask, const Maybe& segment_ids, const Maybe& dropout_seed,
+    const Maybe& row_threshold, const Maybe& row_bound, double scale, double threshold, double straight_through,
+    double dropout, double tolerance, std::optional<double> score_bound) {
+    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
+              threshold, straight_through, dropout, tolerance, score_bound);
+    TraProblem& p = call.problem;
+    p.output = view(out);
+    p.grad_output = view(grad_out);
+    p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
+    if (residual.dim() == 4) p.residual = view(residual);
+    auto wanted = [](bool wants, const Tensor& like, TraTensor& place) {
+        if (!wants) return absent();
+        Tensor gradient = new_like(like, like.scalar_type());
+        place = view(gradient);
+        return gradient;
+    };
+    Tensor grad_query = wanted(wants_query, query, p.grad_query), grad_key = wanted(wants_key, key, p.grad_key);
+    Tensor grad_value = wanted(wants_value, value, p.grad_value);
+    Tensor grad_gate = wanted(true, call.gate, p.grad_log_gate);
+    const bool passes = row_threshold && straight_through > 0;
+    Tensor grad_threshold = wanted(passes, passes ? *call.threshold : call.gate, p.grad_threshold);
+    call.run(TRA_ENTRY(backward));
+    if (passes) grad_threshold = as_type(grad_threshold, row_threshold->scalar_type());
+    return {grad_query, grad_key, grad_value, as_type(grad_gate, log_gate.scalar_type()), grad_threshold};
+}
+
+}  // namespace
+
+#define TRA_TEXT_(name) #name
+#define TRA_TEXT(name) TRA_TEXT_(name)
+#define TRA_OPERATOR "threshold_relative_attention_" TRA_TEXT(TRA_VARIANT)
+
+STABLE_TORCH_LIBRARY_IMPL(tra, CPU, library) {
+    library.impl(TRA_OPERATOR, TORCH_BOX(&forward));
+    library.impl(TRA_OPERATOR "_backward", TORCH_BOX(&backward));
+}
