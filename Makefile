@@ -88,5 +88,6 @@ KERNEL := $(wildcard tra/ops/threshold_relative/*.cpp tra/ops/threshold_relative
 
 $(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --quiet torch  # first: the kernel is built with it
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --quiet --editable '.[dev,ecosystem,docs]'
 	touch $@
