@@ -21,6 +21,7 @@ PAPER: Mapping[str, RecipeOf] = {
 }
 ORDER = (
     *("flip_flop", "induct_once", "copy_unique", "instructed", "induct_recent", "recall", "parity", "copy_repeat"),
+    *("mqmtar", "reverse", "sort", "word_problem"),
 )
 """By what they are worth: a part of the table says something before all of it is done."""
 SMALL_SCALE: Mapping[str, RecipeOf] = {task: RECIPES[f"{task.replace('_', '-')}-small"] for task in ORDER}
