@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import tra
+
 
 def test_import_loads_no_optional_dependency() -> None:
     train = ["accelerate", "tyro", "rich", "matplotlib", "safetensors", "filelock"]
@@ -128,3 +130,36 @@ def test_tests_mirror_the_package() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("__")}
     tested = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("__")}
     assert tested == {*folders, "fuzz"}
+
+
+OTHERS = ("torch", "transformers", "accelerate", "submitit", "peft", "triton")
+
+
+def private_names(source: str) -> list[str]:
+    """Private names and modules of other libraries that a file imports or reaches through a module."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            first, *parts = name.split(".")
+            if first in OTHERS and any(part.startswith("_") and not part.startswith("__") for part in parts):
+                found.append(name)
+    return found
+
+
+def test_the_search_for_private_names_finds_them() -> None:
+    source = "import torch._C\nfrom torch.autograd import _x, y\nfrom torch import __version__\ntorch._C._f()\nself._own"
+    assert private_names(source) == ["torch._C", "torch.autograd._x", "torch._C._f", "torch._C"]
+
+
+def test_no_private_name_of_another_library_is_used() -> None:
+    files = sorted(Path(tra.__file__).parent.rglob("*.py"))
+    found = {file.name: names for file in files if (names := private_names(file.read_text()))}
+    assert not found
