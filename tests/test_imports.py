@@ -148,7 +148,7 @@ def private_names(source: str) -> list[str]:
         else:
             continue
         for name in names:
-            first, *parts = name.split(".")
+            first, *parts = name.partition("(")[0].split(".")
             if first in OTHERS and any(part.startswith("_") and not part.startswith("__") for part in parts):
                 found.append(name)
     return found
