@@ -9,8 +9,8 @@ namespace {
 // What a vector of rows finds out about one key.
 struct Meeting {
     int64_t key;    // in the tile
-    Ints visible;   // to the row, wherever its walk ends
-    Ints counts;    // kept, and within the row's limit
+    Truth visible;  // to the row, wherever its walk ends
+    Truth counts;   // kept, and within the row's limit
     Floats score, logit, distance;  // the last one is the count before this key
 };
 
@@ -22,7 +22,11 @@ struct Rule;
 
 // e^logit, which no weight falls below.
 inline Floats bounded_exponential(Floats logit) {
-    return exponential(logit > kLeastExponent ? logit : splat(kLeastExponent));
+    return exponential(larger(logit, splat(kLeastExponent)));
+}
+// Whether dropout leaves a key's weight.
+inline Truth stays(const Plan& plan, int32_t key, Words random_low, Words random_high) {
+    return at_least(random_bits(uint32_t(key), random_low, random_high), splat(plan.drop_below));
 }
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
@@ -35,7 +39,7 @@ struct Rule<Mode::kMaximum, kDrops, kStraight> {
     Rule(const Plan&, const Tile&, int64_t, float*, Lanes<Mode::kMaximum>& of, int lane)
         : lanes(of), at(lane), largest(load(of.largest + lane)) {}
     void meet(const Meeting& met, float*) {
-        largest = (met.counts & (met.logit > largest)) ? met.logit : largest;
+        largest = choose(met.counts, larger(met.logit, largest), largest);
     }
     void save() { store(lanes.largest + at, largest); }
 };
@@ -56,15 +60,14 @@ struct Rule<Mode::kForward, kDrops, kStraight> {
         while (bad < tile.bad_count && tile.bad[bad] < first) bad++;
     }
     void meet(const Meeting& met, float* place) {
-        Floats weight = met.counts ? bounded_exponential(met.logit) : Floats{};
+        Floats weight = where(met.counts, bounded_exponential(met.logit));
         sum += weight;
         if (__builtin_expect(bad < tile.bad_count && tile.bad[bad] == met.key, 0)) {
-            store(lanes.poison + at, met.counts ? splat(kNaN) : load(lanes.poison + at));
+            store(lanes.poison + at, choose(met.counts, splat(kNaN), load(lanes.poison + at)));
             bad++;
         }
         if (kDrops) {
-            Ints stays = random_bits(uint32_t(tile.index[met.key]), random_low, random_high) >= plan.drop_below;
-            weight = stays ? weight : Floats{};
+            weight = where(stays(plan, tile.index[met.key], random_low, random_high), weight);
         }
         store(place, weight);
     }
@@ -96,15 +99,15 @@ struct Rule<Mode::kBackward, kDrops, kStraight> {
     void meet(const Meeting& met, float* place) {
         float* grad_place = grads + met.key * kLanes + at;
         // What the key weighs, or would weigh if it were kept.
-        const Ints has_part = kStraight ? met.visible & (met.distance < reach) : met.counts;
-        Floats full = has_part ? bounded_exponential(met.logit) * inverse : Floats{}, grad_weight = load(grad_place);
-        Floats weight = met.counts ? full : Floats{}, dropped = weight;
+        const Truth has_part = kStraight ? both(met.visible, less(met.distance, reach)) : met.counts;
+        Floats full = where(has_part, bounded_exponential(met.logit) * inverse), grad_weight = load(grad_place);
+        Floats weight = where(met.counts, full), dropped = weight;
         if (kDrops) {
-            Ints stays = random_bits(uint32_t(tile.index[met.key]), random_low, random_high) >= plan.drop_below;
-            dropped = (stays ? weight : Floats{}) * plan.drop_scale;
-            grad_weight = stays ? grad_weight * plan.drop_scale : Floats{};
+            const Truth stay = stays(plan, tile.index[met.key], random_low, random_high);
+            dropped = where(stay, weight) * plan.drop_scale;
+            grad_weight = where(stay, grad_weight * plan.drop_scale);
         }
-        Floats full_grad = full * (grad_weight - delta), grad = met.counts ? full_grad : Floats{};
+        Floats full_grad = full * (grad_weight - delta), grad = where(met.counts, full_grad);
         grad_gate = multiply_add(grad, met.distance, grad_gate);
         mean = multiply_add(weight, met.distance, mean);
         store(place, dropped);
@@ -114,13 +117,12 @@ struct Rule<Mode::kBackward, kDrops, kStraight> {
     }
     // The gradient that passes the threshold: a key that is kept weighs something, and moves all keys behind it one
     // step away. Gradients of a row's scores sum to 0, so that those behind are what the nearer ones lack.
-    Floats through(const Meeting& met, Ints has_part, Floats full, Floats full_grad) {
-        const Ints within = met.distance < behind_limit;
-        Floats behind = within ? nearer_spans + grad_sum : Floats{};
-        Floats mass_before = within ? nearer_mass + mass : Floats{};
+    Floats through(const Meeting& met, Truth has_part, Floats full, Floats full_grad) {
+        const Truth within = less(met.distance, behind_limit);
+        Floats behind = where(within, nearer_spans + grad_sum), mass_before = where(within, nearer_mass + mass);
         Floats falling = bounded_exponential(-magnitude((met.score - threshold) * temperature));
         Floats slope = falling / ((1.0f + falling) * (1.0f + falling)) * temperature;
-        slope = has_part ? slope : Floats{};
+        slope = where(has_part, slope);
         Floats passed = slope * multiply_add(gate, -behind, full_grad);
         grad_threshold -= passed;
         delta_slope = multiply_add(slope, multiply_add(gate, -mass_before, full), delta_slope);

@@ -44,6 +44,8 @@ inline Ints load(const int32_t* from) { return *reinterpret_cast<const Ints*>(fr
 inline Words load(const uint32_t* from) { return *reinterpret_cast<const Words*>(from); }
 inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
 inline Floats splat(float value) { return value - Floats{}; }  // unlike + 0, folds away
+inline Ints splat(int32_t value) { return value - Ints{}; }
+inline Words splat(uint32_t value) { return value - Words{}; }
 
 inline float multiply_add(float a, float b, float c) {
     return kFuses ? __builtin_fmaf(a, b, c) : a * b + c;
@@ -73,11 +75,31 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
-// One bit per lane, set where the comparison held.
-inline uint64_t bits_of(Ints truth) {
+// What comparisons find, lane by lane. AVX-512 has registers of their own for it; gcc 12 takes a logical product of
+// vectors of comparisons there apart into single bits.
 #if defined(__AVX512F__)
-    return _mm512_cmplt_epi32_mask((__m512i)truth, _mm512_setzero_si512());
-#elif defined(__AVX2__)
+typedef __mmask16 Truth;
+constexpr Truth kEverywhere = 0xffff;
+inline Truth greater(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ); }
+inline Truth at_least(Ints a, Ints b) { return _mm512_cmpge_epi32_mask((__m512i)a, (__m512i)b); }
+inline Truth at_least(Words a, Words b) { return _mm512_cmpge_epu32_mask((__m512i)a, (__m512i)b); }
+inline Truth equal(Ints a, Ints b) { return _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b); }
+inline Truth both(Truth a, Truth b) { return Truth(a & b); }
+inline Floats choose(Truth truth, Floats a, Floats b) {
+    return (Floats)_mm512_mask_blend_ps(truth, (__m512)b, (__m512)a);
+}
+inline uint64_t bits_of(Truth truth) { return truth; }
+#else
+typedef Ints Truth;
+constexpr Truth kEverywhere = ~Ints{};
+inline Truth greater(Floats a, Floats b) { return a > b; }
+inline Truth at_least(Ints a, Ints b) { return a >= b; }
+inline Truth at_least(Words a, Words b) { return a >= b; }
+inline Truth equal(Ints a, Ints b) { return a == b; }
+inline Truth both(Truth a, Truth b) { return a & b; }
+inline Floats choose(Truth truth, Floats a, Floats b) { return truth ? a : b; }
+inline uint64_t bits_of(Truth truth) {
+#if defined(__AVX2__)
     return uint32_t(_mm256_movemask_ps((__m256)truth));
 #else
     uint64_t bits = 0;
@@ -85,6 +107,9 @@ inline uint64_t bits_of(Ints truth) {
     return bits;
 #endif
 }
+#endif
+inline Truth less(Floats a, Floats b) { return greater(b, a); }
+inline Floats where(Truth truth, Floats a) { return choose(truth, a, Floats{}); }
 
 #if defined(__clang__)
 #define TRA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

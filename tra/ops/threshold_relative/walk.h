@@ -312,31 +312,35 @@ class Walk {
         for (int64_t k = first; k < tile_.count; k++) {
             float* place = weights + k * kLanes + at;
             Floats score = load(place) * scale;
-            Ints visible = ~Ints{};
-            if (kMasked) visible = (position >= tile_.index[k]) & (segment == tile_.segment[k]);
-            Ints keep = visible & (score > threshold);
+            Truth visible = kEverywhere, keep = greater(score, threshold);
+            if (kMasked) {
+                visible = both(at_least(position, splat(tile_.index[k])), equal(segment, splat(tile_.segment[k])));
+                keep = both(keep, visible);
+            }
+            const Truth counts = both(keep, less(count, limit));
             if (kMode == Mode::kForward) largest = larger(magnitude(score), largest);
             Floats logit = multiply_add(gate, count, score) - offset;
             Floats distance = count;
-            count = keep ? count + 1.0f : count;
-            rule.meet({k, visible, keep & (distance < limit), score, logit, distance}, place);
+            count = choose(keep, count + 1.0f, count);
+            rule.meet({k, visible, counts, score, logit, distance}, place);
         }
         store(lanes.count + at, count);
         rule.save();
-        if constexpr (kMode == Mode::kForward) return bits_of(largest > load(lanes.largest_allowed + at));
+        if constexpr (kMode == Mode::kForward) return bits_of(greater(largest, load(lanes.largest_allowed + at)));
         return 0;
     }
 
     // The largest visible score of rows that have kept nothing, for backward.
-    void track_largest(Lanes<kMode>& lanes, int n, int64_t first, const float* scores) {
+    __attribute__((noinline)) void track_largest(Lanes<kMode>& lanes, int n, int64_t first, const float* scores) {
         const int at = n * kWidth;
-        if (!bits_of(load(lanes.count + at) == 0.0f)) return;
+        if (!bits_of(less(load(lanes.count + at), splat(1.0f)))) return;
         const Ints position = load(lanes.position + at), segment = load(lanes.segment + at);
         Floats largest = load(lanes.largest_score + at);
         for (int64_t k = first; k < tile_.count; k++) {
             Floats score = load(scores + k * kLanes + at) * problem_.scale;
-            Ints visible = (position >= tile_.index[k]) & (segment == tile_.segment[k]);
-            largest = visible ? larger(score, largest) : largest;
+            const Truth visible =
+                both(at_least(position, splat(tile_.index[k])), equal(segment, splat(tile_.segment[k])));
+            largest = choose(visible, larger(score, largest), largest);
         }
         store(lanes.largest_score + at, largest);
     }
@@ -423,9 +427,9 @@ class Walk {
         uint64_t done = 0;
         for (int n = 0; n < kVectors; n++) {
             const int at = n * kWidth;
-            Ints over = (load(lanes.count + at) >= load(end_of_walk(lanes) + at)) |
-                        (load(lanes.first_key + at) >= int32_t(tile_.low));
-            done |= bits_of(over) << at;
+            const uint64_t more = bits_of(less(load(lanes.count + at), load(end_of_walk(lanes) + at)));
+            done |= (Group<kMode>::kFull >> (kLanes - kWidth) & ~more) << at;
+            done |= bits_of(at_least(load(lanes.first_key + at), splat(int32_t(tile_.low)))) << at;
         }
         for (done &= groups_[group].active; done; done &= done - 1) leave(group, __builtin_ctzll(done));
     }
