@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_compiling
-from torch.onnx import is_in_onnx_export
 
 from tra.ops.threshold_relative import cpu, reference
 from tra.ops.threshold_relative.call import Inputs, Options, Result
@@ -33,6 +32,8 @@ FORWARD_MODE = "forward-mode differentiation (torch.func.jvp, torch.autograd.for
 def attend(inputs: Inputs, options: Options, impl: str) -> Tensor:
     """The output of the implementation of that name, differentiable once."""
     if is_compiling() or torch.jit.is_tracing():
+        from torch.onnx import is_in_onnx_export  # takes longer to import than the rest of this package
+
         if is_in_onnx_export():  # no other library has this operator
             return reference.equations(inputs, options)
         _refuse_tangents(inputs)
