@@ -51,7 +51,7 @@ def test_a_stopped_demo_says_how_it_goes_on(tmp_path: Path, capsys: Captured, mo
     "arguments, message",
     [
         ("--attention", "attention must name at least one mechanism"),
-        ("--attention tro", "attention must be one of alibi, cope, "),
+        ("--attention tro", "attention must be one of alibi, "),
         ("--seeds 0", "seeds must be at least 1, got 0"),
         ("--jobs 0", "jobs must be at least 1, got 0"),
         ("--seed 3", "--seed is no option of tra demo; did you mean --seeds?"),

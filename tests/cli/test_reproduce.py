@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import pytest
 from tests.cli.calling import Captured, fails, help_of, json_of, shows
 from tra.cli import main
 from tra.errors import Interrupted
-from tra.experiments import BUILT_IN, Outcome, Request, demo
+from tra.experiments import BUILT_IN, Outcome, Request, demo, reproduce
+from tra.experiments.request import Shard
 from tra.recipes import RecipeOf
 
 FILE = """
-from dataclasses import replace
+from dataclasses import fields, replace
 from tests.cli.conftest import tiny
 from tra.experiments import Experiment, Row
 
@@ -52,14 +53,45 @@ def test_options_reach_the_experiment(asked: list[Request], capsys: Captured) ->
         seeds=4,
         attention=("tra", "rope", "nope"),
         jobs=3,
-        shard=(2, 3),
+        shard=Shard(2, 3),
         train=False,
         cluster="local",
         cluster_options={"timeout_min": 5, "name": "x", "gpus_per_node": 1},
-        formats=("svg", "pdf"),
+        figures=("svg", "pdf"),
         style="ggplot",
         command=f"tra {words}",
     )
+
+
+def test_what_the_command_asks_for_can_be_asked_for_from_python(asked: list[Request], capsys: Captured) -> None:
+    """Every field of a request is an option, and an argument of the function."""
+    words = (
+        "reproduce table1 --output out --scale smoke --seeds 2 --attention tra --columns flip_flop --jobs 2 "
+        "--shard 1/2 --no-train --figures svg --style ggplot --join a.json --cluster local "
+        "--cluster-options timeout_min=5"
+    )
+    shows(shlex.split(words), capsys)
+    reproduce(
+        "table1",
+        "out",
+        scale="smoke",
+        seeds=2,
+        attention="tra",
+        columns=["flip_flop"],
+        jobs=2,
+        shard=(1, 2),
+        train=False,
+        figures=["svg"],
+        style="ggplot",
+        join=["a.json"],
+        cluster="local",
+        cluster_options={"timeout_min": 5},
+        command=f"tra {words}",
+    )
+    assert asked[0] == asked[1]
+    usual = Request()
+    same = [name.name for name in fields(Request) if getattr(asked[0], name.name) == getattr(usual, name.name)]
+    assert same == [], "an option is missing above"
 
 
 def test_usual_values(asked: list[Request], capsys: Captured) -> None:
@@ -121,7 +153,7 @@ def test_a_dry_run_trains_nothing(
     [
         ("tabel1", "got 'tabel1'; did you mean 'table1'?"),
         ("nowhere.py", "plugin must be a file that exists, got "),
-        ("table1 --shard 3/2", "shard must be i/n with 1 <= i <= n, got '3/2'"),
+        ("table1 --shard 3/2", "shard must be i/n with 1 <= i <= n, got 3/2"),
         ("table1 --shard half", "shard must be i/n with 1 <= i <= n, got 'half'"),
         ("table1 --seeds 0", "seeds must be at least 1, got 0"),
         ("table1 --jobs 0", "jobs must be at least 1, got 0"),

@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tra.experiments import Experiment
+from tra.experiments import Experiment, Request
+from tra.experiments.grid import Grid
 from tra.experiments.table1 import SMOKE
 from tra.recipes import Evaluation, Recipe, RecipeOf
 
@@ -48,6 +49,11 @@ TWO_COLUMNS = Experiment(
 def of_flip_flop(**changes: Any) -> Experiment:
     """One column, the mechanisms TRA and RoPE, one seed."""
     return replace(Experiment({"smoke": {"flip_flop": flip_flop}}, ("tra", "rope")), **changes)
+
+
+def grid_of(experiment: Experiment, folder: Path = Path("out"), scale: str = "smoke", **asked: Any) -> Grid:
+    """The runs that a request comes to."""
+    return experiment.grid(Request(folder, scale, **asked))
 
 
 def smoke(name: str | Path, folder: Path, *options: str) -> list[str]:

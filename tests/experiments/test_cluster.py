@@ -19,9 +19,9 @@ from tra import plugins
 from tra.cli import main
 from tra.errors import Interrupted, RunError
 from tra.experiments import cluster
-from tra.experiments.base import Cell
+from tra.experiments.cells import Cell
 from tra.experiments.cluster import Job, make_executor, run_on_cluster
-from tra.experiments.grid import safe_path
+from tra.experiments.local_jobs import safe_path
 from tra.recipes import Recipe
 from tra.runs import train
 from tra.runs.training import _Trainer
@@ -311,15 +311,3 @@ def test_jobs_that_were_left_to_the_cluster_are_found_again(tmp_path: Path, monk
         str(cells[1].folder): "13",
     }
     assert cells[0].run.failure() == f"the job ended without a result; see {tmp_path / 'cluster'}"
-
-
-def test_nothing_is_submitted_where_everything_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = cell(tmp_path / "run", steps=1)
-    train(one.recipe, one.folder)
-
-    def no_executor(*_: Any) -> None:
-        raise AssertionError("nothing may be submitted")
-
-    monkeypatch.setattr(cluster, "make_executor", no_executor)
-    run_on_cluster([one], "slurm", {}, tmp_path / "cluster")
-    assert not (tmp_path / "cluster").exists()

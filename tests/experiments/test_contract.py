@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.small import content_of, flip_flop, of_flip_flop
+from tests.experiments.small import content_of, flip_flop, grid_of, of_flip_flop
 from tra import plugins
 from tra.experiments import Experiment, Request, Row, Tuning, load_experiment, reproduce, sweep
-from tra.experiments.base import Cell, file_name
+from tra.experiments.cells import Cell, file_name
 from tra.experiments.table1 import SMOKE
 
 COLUMNS = {"smoke": {"flip_flop": flip_flop}}
 
 
 def cells_of(experiment: Experiment, folder: Path = Path("out"), seeds: int = 1) -> list[Cell]:
-    return experiment.cells(folder, "smoke", seeds, experiment.chosen_rows(()))
+    return grid_of(experiment, folder, seeds=seeds).cells()
 
 
 def test_a_row_is_called_by_its_mechanism_options_and_changes() -> None:
@@ -186,9 +186,9 @@ def test_rows_are_chosen_by_label_and_by_mechanism() -> None:
 
 def test_a_mechanism_that_is_no_row_becomes_one_that_was_not_tuned() -> None:
     experiment = replace(MANY, tuned={"smoke": ("tra",)})
-    rows = experiment.chosen_rows(["alibi", "tra"])
-    assert rows == [Row("alibi"), Row("tra")]
-    assert [cell.tuned for cell in experiment.cells(Path("out"), "smoke", 1, rows)] == [False, True]
+    grid = grid_of(experiment, attention=["alibi", "tra"])
+    assert grid.rows == [Row("alibi"), Row("tra")]
+    assert [cell.tuned for cell in grid.cells()] == [False, True]
 
 
 def test_an_unknown_row_is_met_with_the_nearest_one() -> None:
@@ -231,7 +231,7 @@ def test_from_python_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_at_a_scale_it_may_have_other_seeds_and_another_tuning(tmp_path: Path) -> None:
     tuned = Tuning({"learning_rate": (1e-3, 2e-3)})
     experiment = of_flip_flop(seeds=2, tuning=tuned, at_scale={"smoke": {"seeds": 1, "tuning": None}})
-    assert (experiment.at("smoke").seeds, experiment.at("smoke").tuning) == (1, None)
+    assert (grid_of(experiment).seeds, grid_of(experiment).tuning) == (1, None)
     other = replace(experiment, scales={"small": experiment.scales["smoke"]})
-    assert (other.at("small").seeds, other.at("small").tuning) == (2, tuned)
+    assert (grid_of(other, scale="small").seeds, grid_of(other, scale="small").tuning) == (2, tuned)
     assert [row[2] for row in experiment.plan(Request(tmp_path, "smoke", attention=("tra",))).rows] == ["1", "1"]

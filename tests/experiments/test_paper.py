@@ -9,12 +9,12 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from tests.experiments.small import PNG, content_of, files_below, made_in, smoke
+from tests.experiments.small import PNG, content_of, files_below, grid_of, made_in, smoke
 from tra.attention import MECHANISMS
 from tra.cli import main
-from tra.experiments import Experiment, Outcome, Row
+from tra.experiments import Experiment, Outcome, Request, Row
 from tra.experiments.aids import AIDS
-from tra.experiments.base import Cell, outcome_of
+from tra.experiments.cells import Cell
 from tra.experiments.demo import DEMO
 from tra.experiments.figure1 import FIGURE1
 from tra.experiments.figure2 import FIGURE2
@@ -22,7 +22,8 @@ from tra.experiments.figure3 import FIGURE3, TEXT
 from tra.experiments.longer import LONGER
 from tra.experiments.norms import COMPARED, NORMS
 from tra.experiments.passkey import PASSKEY
-from tra.experiments.perform import Request, wanted_runs
+from tra.experiments.perform import wanted_runs
+from tra.experiments.results import records_of
 from tra.experiments.steps import STEPS, STEPS_OF
 from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
 from tra.model import Decoder
@@ -68,7 +69,7 @@ def test_table1_compares_every_mechanism_on_synthetic_tasks_at_three_scales() ->
 
 
 def test_a_whole_table_of_one_seed_comes_before_the_next_seed(tmp_path: Path) -> None:
-    cells = TABLE1.cells(tmp_path, "smoke", 3, TABLE1.chosen_rows(["tra", "fot"]))
+    cells = grid_of(TABLE1, tmp_path, seeds=3, attention=["tra", "fot"]).cells()
     assert [cell.recipe.seed for cell in cells] == [0] * 24 + [1] * 24 + [2] * 24
     assert len({cell.folder for cell in cells}) == len(set(cells)) == 72
     assert {cell.recipe.model.attention for cell in cells} == {"tra", "fot"}
@@ -77,7 +78,7 @@ def test_a_whole_table_of_one_seed_comes_before_the_next_seed(tmp_path: Path) ->
 
 
 def test_a_row_of_the_small_table_is_the_recipe_that_tra_train_has_before_it_is_tuned(tmp_path: Path) -> None:
-    cells = TABLE1.cells(tmp_path, "small", 1, TABLE1.chosen_rows(["differential", "fot"]))
+    cells = grid_of(TABLE1, tmp_path, "small", seeds=1, attention=["differential", "fot"]).cells()
     for cell in cells:
         assert cell.recipe == RECIPES[f"{cell.column.replace('_', '-')}-small"](attention=cell.row)
 
@@ -86,14 +87,14 @@ def test_the_protocol_is_the_same_for_every_mechanism_and_task() -> None:
     """Learning rate and QK-norm, by halving, on a seed that is not reported; the grid goes on at its ends."""
     for experiment in (TABLE1, FIGURE2):
         for scale in ("small", "paper"):
-            own = experiment.at(scale)
+            own = grid_of(experiment, scale=scale)
             assert own.tuning is not None
             assert (own.tuning.rows, own.tuning.column, own.tuning.extended) == (None, None, "learning_rate")
             assert own.tuning.grid["model.attention_options.qk_norm"] == (True, False)
             assert not set(own.tuning.seeds) & set(range(own.seeds))
-        assert experiment.at("smoke").tuning is None
-        assert (experiment.at("small").seeds, experiment.at("paper").seeds) == (3, 4)
-    grid = TABLE1.at("small").tuning.grid["learning_rate"]  # type: ignore[union-attr]
+        assert grid_of(experiment, scale="smoke").tuning is None
+        assert (grid_of(experiment, scale="small").seeds, grid_of(experiment, scale="paper").seeds) == (3, 4)
+    grid = grid_of(TABLE1, scale="small").tuning.grid["learning_rate"]  # type: ignore[union-attr]
     assert all(recipe_of().learning_rate in grid for recipe_of in SMALL_SCALE.values())
 
 
@@ -226,11 +227,13 @@ def test_figure2_compares_seven_mechanisms_on_the_same_windows(tmp_path: Path) -
     others = ("tra-distance-only", "fot", "alibi", "rope", "cope", "stick-breaking")
     assert tuple(FIGURE2.rows) == ("tra", Row("tra", {"straight_through": 0.5}), *others)
     for scale in FIGURE2.scales:
-        assert FIGURE3.at(scale).tuning == FIGURE2.at(scale).tuning, "or it would not find the model of figure 2"
+        assert grid_of(FIGURE3, scale=scale).tuning == grid_of(FIGURE2, scale=scale).tuning, (
+            "or it would not find the model of figure 2"
+        )
     assert FIGURE3.scales == FIGURE2.scales
     for scale in ("paper", "small", "smoke"):
         (usual,) = (recipe_of() for recipe_of in FIGURE2.scales[scale].values())
-        cells = FIGURE2.cells(tmp_path, scale, 2, FIGURE2.chosen_rows(()))
+        cells = grid_of(FIGURE2, tmp_path, scale, seeds=2).cells()
         assert len({cell.folder for cell in cells}) == len(cells) == 16
         assert {replace(cell.recipe, seed=0, model=usual.model) for cell in cells} == {usual}
 
@@ -247,19 +250,15 @@ def test_perplexity_is_drawn_against_training_steps(tmp_path: Path, drawn: list[
 def test_each_point_stands_at_the_steps_of_its_column() -> None:
     assert {column: recipe_of().steps for column, recipe_of in STEPS.scales["small"].items()} == STEPS_OF
     perplexities = {column: 100.0 / place for place, column in enumerate(STEPS_OF, 1)}
-    cells = STEPS.cells(Path(), "small", 1, STEPS.chosen_rows(["tra", "fot"]))
-    outcome = outcome_of(
-        {
-            cell: [
-                Perplexity(
-                    "valid", window, 4, None, 1.0, None, 9, 9, 9, value * (1 + (cell.row == "fot")), 1.0, 1.0, []
-                )
-                for window in (128, 1024)
-                for value in (perplexities[cell.column],)
-            ]
-            for cell in cells
-        }
-    )
+    cells = grid_of(STEPS, Path(), "small", seeds=1, attention=["tra", "fot"]).cells()
+    records = []
+    for cell in cells:
+        value = perplexities[cell.column] * (1 + (cell.row == "fot"))
+        records += records_of(
+            cell,
+            [Perplexity("valid", at, 4, None, 1.0, None, 9, 9, 9, value, 1.0, 1.0, []) for at in (128, 1024)],
+        )
+    outcome = Outcome(cells, records)
     for panel in STEPS.figures(outcome)["steps"].axes:
         ours, others = panel.lines
         assert (ours.get_label(), others.get_label()) == ("tra", "fot")
@@ -283,9 +282,9 @@ def test_training_for_longer_goes_on_from_what_figure2_has_tuned_and_trained(tmp
         ("wikitext103", "tra", 0),
         ("wikitext103", "fot", 0),
     }
-    wanted = wanted_runs(STEPS.at("small", request.columns), request)
+    wanted = wanted_runs(STEPS, request)
     assert wanted.search.next() == []
-    assert [(cell.column, cell.row) for cell in wanted.not_joined(wanted.cells)] == [
+    assert [(cell.column, cell.row) for cell in wanted.cells if cell.key not in wanted.joined.records] == [
         ("1200_steps", "tra"),
         ("1200_steps", "fot"),
     ]
@@ -294,17 +293,14 @@ def test_training_for_longer_goes_on_from_what_figure2_has_tuned_and_trained(tmp
 
 
 def test_the_demonstration_says_in_how_many_seeds_everything_is_right(tmp_path: Path) -> None:
-    cells = DEMO.cells(tmp_path, "smoke", 3, DEMO.chosen_rows(()))
+    cells = grid_of(DEMO, tmp_path, seeds=3).cells()
     right = {("tra", 0): 1.0, ("tra", 1): 1.0, ("tra", 2): 0.75, ("rope", 0): 0.5, ("rope", 1): 1.0, ("rope", 2): 0.25}
-    outcome = outcome_of(
-        {
-            cell: [
-                ExactMatch("iid", 8, 4, None, 0.1, None, 1.0, 1.0),
-                ExactMatch("iid", 64, 4, None, 0.1, None, right[cell.row, cell.recipe.seed], 1.0),
-            ]
-            for cell in cells
-        }
-    )
+    records = []
+    for cell in cells:
+        within = ExactMatch("iid", 8, 4, None, 0.1, None, 1.0, 1.0)
+        past = ExactMatch("iid", 64, 4, None, 0.1, None, right[cell.row, cell.recipe.seed], 1.0)
+        records += records_of(cell, [within, past])
+    outcome = Outcome(cells, records)
     by_length, by_seed = DEMO.tables(outcome)
     assert list(by_length.headings) == ["attention", "set", "8", "64"]
     assert [list(row) for row in by_seed.rows] == [["tra", "2 of 3", "0.750"], ["rope", "1 of 3", "0.250"]]
@@ -324,13 +320,12 @@ def test_the_demonstration_is_an_experiment_like_the_others(tmp_path: Path, draw
 
 @pytest.mark.parametrize("experiment", [AIDS, LONGER, PASSKEY, STEPS], ids=["aids", "longer", "passkey", "steps"])
 def test_what_the_paper_has_not_is_tuned_like_what_it_has(experiment: Experiment) -> None:
-    small = experiment.at("small")
+    small = grid_of(experiment, scale="small")
     assert small.tuning is not None
     assert small.tuning.grid in [other.tuning.grid for other in (TABLE1, FIGURE2) if other.tuning]
-    assert experiment.at("smoke").tuning is None
-    for columns in small.scales.values():
-        for recipe_of in columns.values():
-            assert min(entry.length for entry in recipe_of().evaluations) == recipe_of().length, "or it cannot be tuned"
+    assert grid_of(experiment, scale="smoke").tuning is None
+    for recipe_of in small.columns.values():
+        assert min(entry.length for entry in recipe_of().evaluations) == recipe_of().length, "or it cannot be tuned"
 
 
 def test_every_aid_is_read_as_published_tra_is(tmp_path: Path) -> None:
@@ -346,9 +341,9 @@ def test_every_aid_is_read_as_published_tra_is(tmp_path: Path) -> None:
 
 
 def test_both_kinds_of_qk_norm_are_rows_of_their_own_and_are_not_tuned(tmp_path: Path) -> None:
-    small = NORMS.at("small")
+    small = grid_of(NORMS, scale="small")
     assert small.tuning is not None
     assert list(small.tuning.grid) == ["learning_rate"]
-    cells = small.cells(tmp_path, "small", 1, small.chosen_rows(()))
+    cells = grid_of(NORMS, tmp_path, "small", seeds=1).cells()
     norms = {(cell.recipe.model.attention, cell.recipe.model.attention_options["qk_norm"]) for cell in cells}
     assert norms == {(name, norm) for name in COMPARED for norm in (True, False)}

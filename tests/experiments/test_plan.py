@@ -90,7 +90,7 @@ def test_the_command_prints_the_plan_trains_nothing_and_writes_nothing(
     def no_training(*arguments: Any) -> None:
         raise AssertionError("nothing may be trained")
 
-    monkeypatch.setattr("tra.experiments.grid.train", no_training)
+    monkeypatch.setattr("tra.experiments.local_jobs.train", no_training)
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "figure1", "--scale", "smoke", "--dry-run"]) == 0
     shown = capsys.readouterr()

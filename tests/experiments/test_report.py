@@ -12,10 +12,9 @@ import pytest
 
 from tests.experiments.small import content_of, of_flip_flop
 from tra.errors import Interrupted
-from tra.experiments import Request, Row, Tuning, reporting
-from tra.experiments.base import Cell
-from tra.experiments.cost import COST
-from tra.experiments.grid import run_cell
+from tra.experiments import Request, Row, Tuning, grid_report
+from tra.experiments.cells import Cell
+from tra.experiments.local_jobs import run_cell
 from tra.report.tables import comparison_tables
 
 TUNED = of_flip_flop(
@@ -76,7 +75,7 @@ def test_failures_stand_with_their_reasons(tmp_path: Path) -> None:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "SECONDS_BETWEEN_REPORTS", 0.01)
+    monkeypatch.setattr(grid_report, "SECONDS_BETWEEN_REPORTS", 0.01)
 
 
 def wait_for(words: str, report: Path) -> str:
@@ -129,29 +128,13 @@ def test_a_grid_that_is_stopped_leaves_a_report_that_waits_for_nothing(
 @pytest.mark.usefixtures("often", "run_here")
 def test_what_goes_wrong_with_the_page_meanwhile_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(reporting, "say", said.append)
+    monkeypatch.setattr(grid_report, "say", said.append)
 
     def broken(*_: object) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(reporting, "comparison_tables", broken)
+    monkeypatch.setattr(grid_report, "comparison_tables", broken)
     outcome = of_flip_flop().perform(Request(tmp_path, "smoke"))
     assert len(outcome.cells) == 2
     assert said == [f"{tmp_path / 'report.html'} cannot be written yet: no space"], "once"
     assert "runs 2 of 2 finished" in text_of((tmp_path / "report.html").read_text())
-
-
-def test_the_cost_of_mechanisms_ends_in_a_report_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"size": "mini", "attention": "tra", "milliseconds": 3.0, "time_ratio": 1.5, "megabytes": 7.0}
-    measured = [
-        {**row, "rope_milliseconds": 2.0, "rope_megabytes": 7.0, "memory_ratio": 1.0},
-        {"size": "mini", "attention": "cope", "failure": "too <large>"},
-    ]
-    monkeypatch.setattr("tra.experiments.cost.measure", lambda steps, names: measured)
-    COST.perform(Request(tmp_path, "smoke", command="tra reproduce cost"))
-    page = (tmp_path / "report.html").read_text()
-    said = text_of(page)
-    assert "command tra reproduce cost machine tra " in said
-    assert "mini tra 3.0 1.50x 7 1.00x" in said
-    assert "mini cope too <large>" in said
-    assert page.count('<svg role="img"') == 1

@@ -12,7 +12,7 @@ import pytest
 
 from tests.experiments.small import PNG, TWO_COLUMNS, content_of, files_below, flip_flop, made_in, smoke
 from tra.cli import main
-from tra.experiments.base import Cell
+from tra.experiments.cells import Cell
 from tra.experiments.table1 import SMOKE
 
 MADE = {
@@ -139,13 +139,12 @@ def test_nothing_finished_is_said_with_the_reason(
         (["table2"], "table1, got 'table2'; did you mean 'table1'?"),
         (["figure2", "--attention", "tra,sinusoid"], "got 'sinusoid'; did you mean 'sinusoidal'?"),
         (["table1", "--scale", "smal"], "scale must be one of paper, small, smoke, got 'smal'; did you mean 'small'?"),
-        (["cost", "--scale", "smok"], "scale must be one of paper, small, smoke, got 'smok'; did you mean 'smoke'?"),
+        (["cost"], "name must be an experiment, and cost is a benchmark: tra bench --cost"),
         (["figure1", "--attention", "tra,rop"], "got 'rop'; did you mean 'rope'?"),
-        (["cost", "--scale", "smoke", "--attention", "tro"], "got 'tro'; did you mean 'tra'?"),
         (["table1", "--seeds", "0"], "seeds must be at least 1, got 0"),
         (["table1", "--jobs", "0"], "jobs must be at least 1, got 0"),
-        (["table1", "--shard", "0/2"], "shard must be i/n with 1 <= i <= n, got '0/2'"),
-        (["table1", "--shard", "3/2"], "shard must be i/n with 1 <= i <= n, got '3/2'"),
+        (["table1", "--shard", "0/2"], "shard must be i/n with 1 <= i <= n, got 0/2"),
+        (["table1", "--shard", "3/2"], "shard must be i/n with 1 <= i <= n, got 3/2"),
         (["table1", "--shard", "x"], "shard must be i/n with 1 <= i <= n, got 'x'"),
         (["table1", "--shard", "1/2/3"], "shard must be i/n with 1 <= i <= n, got '1/2/3'"),
         (["figure1", "--figures", "pgn"], "figures must be one of pdf, png, svg, got 'pgn'; did you mean 'png'?"),

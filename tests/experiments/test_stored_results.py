@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tra.experiments.base import choice_label
+from tra.experiments.rows import choice_label
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

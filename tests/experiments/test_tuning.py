@@ -2,23 +2,24 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.experiments.small import content_of, files_below, flip_flop, of_flip_flop, sets
+from tests.experiments.small import content_of, files_below, flip_flop, grid_of, of_flip_flop, sets
 from tra.errors import RunError
 from tra.experiments import Experiment, Request, Row, Tuning
-from tra.experiments.base import Cell
+from tra.experiments.cells import Cell, Place
+from tra.experiments.search import Search
 from tra.experiments.tuning import (
+    Evidence,
     Losses,
-    Search,
-    best_choices,
+    Round,
+    best_choice,
     chosen_settings,
-    tuning_evidence,
     tuning_losses,
     tuning_table,
     tuning_tables,
@@ -40,7 +41,7 @@ TWO = Experiment({"smoke": {"a": flip_flop, "b": with_two_sets}}, ("tra", "rope"
 def measured(experiment: Experiment, losses: Mapping[tuple[Any, ...], tuple[float, float]]) -> dict[Cell, list[Result]]:
     """For each column, row, learning rate and seed: the loss at 8, the training length, and at 16."""
     found: dict[Cell, list[Result]] = {}
-    for cell in experiment.tuning_cells(Path("out"), "smoke", experiment.chosen_rows(())):
+    for cell in grid_of(experiment).tuning_cells():
         key = (cell.column, cell.row, cell.recipe.learning_rate, cell.recipe.seed)
         found[cell] = [
             ExactMatch("iid", length, 4, None, loss, None, 0.0, 0.0)
@@ -49,8 +50,14 @@ def measured(experiment: Experiment, losses: Mapping[tuple[Any, ...], tuple[floa
     return found
 
 
-def by_label(cells: Iterable[Cell]) -> dict[str, Mapping[str, Any]]:
-    return {cell.choice_label: cell.choice for cell in cells}
+def chosen(experiment: Experiment, found: Mapping[Cell, list[Result]]) -> dict[tuple[str, str], Any]:
+    """The settings of every column and row, after one round of a search."""
+    grid = grid_of(experiment)
+    search = Search(grid)
+    search.next()
+    search.tell(tuning_losses(found))
+    evidence = search.evidence()
+    return {place: evidence[grid.tuned_on(place)].chosen for place in grid.places}
 
 
 def test_the_lowest_loss_within_the_training_length_is_chosen_whatever_lies_past_it() -> None:
@@ -67,9 +74,7 @@ def test_the_lowest_loss_within_the_training_length_is_chosen_whatever_lies_past
     )
     losses = tuning_losses(found)
     assert losses["flip_flop", "tra"] == pytest.approx({"learning_rate=0.001": 0.6, "learning_rate=0.02": 0.65})
-    assert chosen_settings(experiment, ["flip_flop"], by_label(found), losses) == {
-        ("flip_flop", "tra"): {"learning_rate": 1e-3}
-    }
+    assert chosen(experiment, found) == {("flip_flop", "tra"): {"learning_rate": 1e-3}}
 
 
 AT = {
@@ -86,7 +91,7 @@ AT = {
 
 def test_each_column_and_row_has_a_choice_of_its_own() -> None:
     found = measured(TWO, AT)
-    assert chosen_settings(TWO, ["a", "b"], by_label(found), tuning_losses(found)) == {
+    assert chosen(TWO, found) == {
         ("a", "tra"): {"learning_rate": 1e-3},
         ("a", "rope"): {"learning_rate": 2e-2},
         ("b", "tra"): {"learning_rate": 2e-2},
@@ -98,7 +103,7 @@ def test_or_one_column_chooses_for_all() -> None:
     one = replace(TWO, tuning=replace(RATES, column="a"))
     found = measured(one, AT)
     assert {cell.column for cell in found} == {"a"}
-    assert chosen_settings(one, ["a", "b"], by_label(found), tuning_losses(found)) == {
+    assert chosen(one, found) == {
         (column, row): {"learning_rate": rate} for row, rate in (("tra", 1e-3), ("rope", 2e-2)) for column in "ab"
     }
     with pytest.raises(ValueError, match="column must be one of a, b, got 'c'"):
@@ -108,7 +113,7 @@ def test_or_one_column_chooses_for_all() -> None:
 def test_every_combination_is_tried_in_a_folder_of_its_own() -> None:
     grid = {"learning_rate": (1e-3, 0.0010000001), "model.layers": (1, 2), "weight_decay": (0.0,)}
     experiment = replace(TWO, tuning=Tuning(grid, seeds=(7, 9)))
-    cells = experiment.tuning_cells(Path("out"), "smoke", [Row("rope", {"theta": 9})])
+    cells = grid_of(replace(experiment, rows=[Row("rope", {"theta": 9})])).tuning_cells()
     assert len(cells) == len({cell.folder for cell in cells}) == len({cell.label for cell in cells}) == 2 * 2 * 4
     first = cells[0]
     assert first.folder == Path("out/tuning/a/rope-theta=9/learning_rate=0.001-model.layers=1-weight_decay=0/7")
@@ -158,7 +163,7 @@ def test_a_column_that_is_only_measured_past_its_training_length_cannot_be_tuned
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
-    assert best_choices({("", "a"): {"x": math.nan, "y": 3.0, "z": math.inf}}) == {("", "a"): "y"}
+    assert best_choice({"x": math.nan, "y": 3.0, "z": math.inf}) == "y"
 
 
 @pytest.mark.parametrize("tolerance, rate, norm", [(0.0, 4e-3, True), (1e-3, 2e-3, False), (0.1, 1e-3, True)])
@@ -169,10 +174,9 @@ def test_of_losses_that_differ_by_nothing_the_lowest_rate_is_taken(tolerance: fl
     )
     losses = {(1e-3, True): 0.05, (1e-3, False): math.nan, (2e-3, True): 3e-4, (2e-3, False): 2e-4, (4e-3, True): 1e-5}
     choices = {str(key): {"learning_rate": key[0], "qk_norm": key[1]} for key in losses}
-    found = {("a", "tra"): {str(key): loss for key, loss in losses.items()}}
-    chosen = chosen_settings(replace(TWO, tuning=tuning), ["a"], choices, found)
-    assert chosen == {("a", "tra"): {"learning_rate": rate, "qk_norm": norm}}
-    (table,) = tuning_tables(replace(TWO, tuning=tuning), [found])
+    found = {str(key): loss for key, loss in losses.items()}
+    assert chosen_settings(tuning, choices, found) == {"learning_rate": rate, "qk_norm": norm}
+    (table,) = tuning_tables(tuning, {Place("a", "tra"): Evidence("a", [1000], [Round(1.0, found)], None)})
     assert table.note.endswith(f"losses at most {tolerance:g} above it.") == (tolerance > 0)
 
 
@@ -218,16 +222,16 @@ def test_tuned_settings_are_those_of_the_reported_runs_and_the_evidence_is_store
     assert "| rope† |" in outcome.shown
     assert "| tra |" in outcome.shown
     assert " †: not tuned. " in outcome.shown
-    assert outcome.shown.endswith(tuning_table({("flip_flop", "tra"): losses}).markdown())
+    assert outcome.shown.endswith(tuning_table({Place("flip_flop", "tra"): losses}).markdown())
     assert not any(row["seed"] == 1000 for row in content["results"])
 
     before = files_below(tmp_path / "tuning") | files_below(tmp_path / "runs")
     again = experiment.perform(Request(tmp_path, "smoke"))
-    assert run_here[2:] == [[], []]
+    assert len(run_here) == 2
     assert again.shown == outcome.shown
     assert json.loads(json.dumps(again.content)) == content
     stored_only = experiment.perform(Request(tmp_path, "smoke", train=False))
-    assert len(run_here) == 4
+    assert len(run_here) == 2
     assert stored_only.shown == outcome.shown
     assert files_below(tmp_path / "tuning") | files_below(tmp_path / "runs") == before
 
@@ -288,13 +292,13 @@ HALVING = Tuning(
 def searched(loss_of: Any, tuning: Tuning = HALVING) -> tuple[Search, list[list[Cell]]]:
     """A search in which every run of a row has the loss that a function of its choice gives, and what it tried."""
     experiment = of_flip_flop(rows=("tra", "rope"), tuning=tuning)
-    search, asked = Search(experiment, Path("out"), "smoke", experiment.chosen_rows(())), []
+    search, asked = Search(grid_of(experiment)), []
     while cells := search.next():
         asked.append(cells)
         losses: Losses = {}
         for cell in cells:
             found = loss_of(cell.row, cell.recipe.learning_rate, cell.choice["model.attention_options.qk_norm"])
-            losses.setdefault((cell.column, cell.row), {})[cell.choice_label] = found
+            losses.setdefault(cell.place, {})[cell.choice_label] = found
         search.tell(losses)
     return search, asked
 
@@ -317,14 +321,14 @@ def test_each_round_keeps_the_best_of_the_last_and_the_last_decides() -> None:
         for row, rate in (("tra", "0.002"), ("rope", "0.001"))
         for norm in (True, False)
     }
-    chosen = chosen_settings(search.experiment, ["flip_flop"], search.choices, search.rounds[-1])
-    assert chosen == {
+    evidence = search.evidence()
+    assert {place: found.chosen for place, found in evidence.items()} == {
         ("flip_flop", row): {"learning_rate": rate, "model.attention_options.qk_norm": norm}
         for row, (rate, norm) in best.items()
     }
     assert len({cell.folder for cells in asked for cell in cells}) == 19
-    evidence = tuning_evidence(search.experiment, search.rounds, chosen)["flip_flop rope"]["rounds"]
-    assert [(len(one["losses"]), one["share_of_steps"]) for one in evidence] == [(7, 0.25), (2, 0.5), (1, 1.0)]
+    rounds = evidence[Place("flip_flop", "rope")].rounds
+    assert [(len(one.losses), one.share_of_steps) for one in rounds] == [(7, 0.25), (2, 0.5), (1, 1.0)]
 
 
 def test_the_grid_goes_on_past_its_ends_but_not_for_ever() -> None:
@@ -338,8 +342,8 @@ def test_the_grid_goes_on_past_its_ends_but_not_for_ever() -> None:
 def test_a_run_past_the_end_of_the_grid_that_comes_to_nothing_is_given_once() -> None:
     """The process died, say, or nothing is trained: the row goes on with what the grid itself gave."""
     experiment = of_flip_flop(rows=("tra",), tuning=HALVING)
-    search = Search(experiment, Path("out"), "smoke", experiment.chosen_rows(()))
-    place = ("flip_flop", "tra")
+    search = Search(grid_of(experiment))
+    place = Place("flip_flop", "tra")
     search.tell({place: {cell.choice_label: cell.recipe.learning_rate for cell in search.next()}})
     (beyond,) = search.next()
     assert beyond.choice["learning_rate"] == 5e-4
@@ -357,7 +361,7 @@ def test_a_choice_that_diverges_is_not_kept_and_a_row_without_any_is_left_out() 
 
 
 def test_tuning_is_measured_within_the_training_length_on_the_set_that_is_like_what_is_trained_on() -> None:
-    for cell in TWO.tuning_cells(Path("out"), "smoke", [Row("tra")]):
+    for cell in grid_of(TWO, attention=["tra"]).tuning_cells():
         assert [(entry.name, entry.length) for entry in cell.recipe.evaluations] == [("iid", 8)]
 
 
@@ -368,7 +372,7 @@ def test_what_tuning_trained_is_not_kept(tmp_path: Path, run_here: list[list[Cel
     assert not list(tmp_path.glob("tuning/**/checkpoints"))
     assert list(tmp_path.glob("runs/**/checkpoints"))
     experiment.perform(Request(tmp_path, "smoke"))
-    assert [len(cells) for cells in run_here[3:]] == [0, 0, 0]
+    assert len(run_here) == 3, "nothing is trained again"
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from tra.attention import MECHANISMS, Context
 from tra.attention.context import Terms
 from tra.model import Decoder, DecoderConfig
 from tra.ops.threshold_relative.reference import attention_terms
-from tra.report import Explorer, Table, explore, packing, reporting
+from tra.report import Explorer, Table, explore, packing, report_page
 from tra.report.inspection import inspect_heads
-from tra.report.reporting import Report, RunLine, report_html
+from tra.report.report_page import Report, RunLine, report_html
 from tra.report.tables import TEST_SEQUENCES
 
 skip_without_browser()
@@ -475,7 +475,7 @@ def test_a_table_of_a_report_sorts_by_its_numbers_and_keeps_what_it_rests_on_las
 
 
 def test_a_report_of_a_grid_that_runs_loads_itself_again(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "SECONDS_BETWEEN_LOADS", 0.2)
+    monkeypatch.setattr(report_page, "SECONDS_BETWEEN_LOADS", 0.2)
     tab = show(report_html(replace(REPORT, progress="running: 1 of 2")))
     assert tab.text("[role=status]") == "running: 1 of 2"
     later = report_html(replace(REPORT, title="later"))

@@ -30,6 +30,12 @@ class Bench(Common):
     """Time for each comparison."""
     only: str = ""
     """Measure only rows whose name contains this."""
+    cost: bool = False
+    """Measure instead whole training steps of every mechanism, time and peak memory, against RoPE."""
+    attention: tuple[str, ...] = ()
+    """With --cost: the mechanisms; all by default."""
+    scale: str = "small"
+    """With --cost: smoke, small (two cores) or paper (the paper's sizes)."""
     variant: str | None = None
     """Build of the CPU kernel to measure: generic, avx2 or avx512; by default the best that runs here."""
     device: str = "cpu"
@@ -47,16 +53,23 @@ def run(arguments: list[str]) -> int:
     import torch
 
     from tra.bench import run_benchmarks
+    from tra.bench.cost import run_cost_benchmark
     from tra.bench.gpu import run_gpu_benchmarks
 
     for name, given in (("run", options.run), ("variant", options.variant)):
         if options.device == "cuda" and given is not None:
             raise ValueError(f"{name} must be left out with device cuda: it is measured on the CPU")
+        if options.cost and given is not None:
+            raise ValueError(f"{name} must be left out with --cost, which measures training")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be cpu where PyTorch finds no GPU, got 'cuda'")
+    if not options.cost and (options.attention or options.scale != Bench.scale):
+        raise ValueError("attention and scale must be given with --cost alone")
     folder = options.output or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
     with on_console(quiet=options.json):
-        if options.device == "cpu":
+        if options.cost:
+            content = run_cost_benchmark(folder, options.seconds, options.attention, options.scale)
+        elif options.device == "cpu":
             content = run_benchmarks(
                 folder,
                 options.seconds,

@@ -178,6 +178,16 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
         )
 
     @registry.primitive_rule
+    def with_a_text(
+        info: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        """Of types that say themselves how they are written: a shard, 2/3."""
+        kind: Any = info.type
+        if not hasattr(kind, "from_text"):
+            return None
+        return spec(1, "I/N", lambda texts: kind.from_text(texts[0]), lambda value: isinstance(value, kind), _words)
+
+    @registry.primitive_rule
     def numbers(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
         if info.type not in (int, float):
             return None
@@ -187,10 +197,14 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
             "INT" if is_int else "FLOAT",
             lambda texts: _whole_number(texts[0]) if is_int else _number(texts[0]),
             lambda value: isinstance(value, int) or (not is_int and isinstance(value, float)),
-            lambda value: [str(value)],
+            _words,
         )
 
     return registry
+
+
+def _words(value: object) -> list[str]:
+    return [str(value)]
 
 
 def _whole_number(text: str) -> int:
@@ -229,7 +243,7 @@ def _one_line(box: str, command: str) -> str:
     if choice := re.match(r"invalid choice (\S+) for argument '(\S+)'. Expected one of \((.*?),?\)", text):
         return f"{choice[2]} must be one of {choice[3]}, got {choice[1]}"
     text = re.sub(r"^Error parsing (--\S+): (no type matching .*)?must be", r"\1 must be", text)
-    return re.sub(r"^Error parsing recipe[.\w]*: ", "", text)  # what a recipe says of itself names the argument
+    return re.sub(r"^Error parsing (recipe|request)[.\w]*: ", "", text)  # what these say themselves names the argument
 
 
 def _unknown(argument: str, kind: type, command: str) -> str:
@@ -248,12 +262,16 @@ def option_names(kind: Any, prefix: str = "") -> list[str]:
     hints = get_type_hints(kind, include_extras=True)
     for entry in fields(kind):
         hint = hints[entry.name]
+        marks = getattr(hint, "__metadata__", ())
+        if tyro.conf.Suppress in marks:
+            continue
         bare = get_args(hint)[0] if get_args(hint) and hasattr(hint, "__metadata__") else hint
         if is_dataclass(bare):
-            flat = any(getattr(mark, "name", None) == "" for mark in getattr(hint, "__metadata__", ()))
+            flat = any(getattr(mark, "name", None) == "" for mark in marks)
             found += option_names(bare, prefix if flat else f"{prefix}{entry.name}.")
         else:
-            name = entry.name.replace("_", "-")
+            named = [mark.name for mark in marks if getattr(mark, "name", None)]
+            name = (named or [entry.name])[0].replace("_", "-")
             found += [f"--{prefix}{name}", f"--{prefix}no-{name}"] if bare is bool else [f"--{prefix}{name}"]
     return [*found, *(alias for alias, name in ALIASES.items() if name in found)]
 

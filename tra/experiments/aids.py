@@ -1,6 +1,7 @@
 """What makes TRA learn faster: aids to training, each tuned as every mechanism is; all read as published TRA does."""
 
-from tra.experiments.base import Experiment, Row
+from tra.experiments.experiment import Experiment
+from tra.experiments.rows import Row
 from tra.experiments.table1 import AIDED, SMALL_SCALE, SMOKE, TABLE1
 
 COLUMNS = ("induct_once", "induct_recent", "copy_unique", "recall", "instructed", "flip_flop")

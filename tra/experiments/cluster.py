@@ -9,8 +9,8 @@ from typing import Any
 
 from tra import plugins
 from tra.errors import Interrupted
-from tra.experiments.base import Cell
-from tra.experiments.grid import report, run_cell, safe_path, unfinished
+from tra.experiments.cells import Cell
+from tra.experiments.local_jobs import report, run_cell, safe_path
 from tra.files import write_json
 from tra.lookup import lookup
 from tra.options import among
@@ -46,7 +46,7 @@ class Job:
 
 
 def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, Any], folder: Path) -> None:
-    """Run every cell that is not finished as a job of its own, and wait for them.
+    """Run every cell as a job of its own, and wait for them.
 
     Args:
         cells: the runs.
@@ -55,15 +55,12 @@ def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, An
             ``partition``.
         folder: for what the jobs print.
     """
-    waiting = unfinished(cells)
-    if not waiting:
-        return
     executor = make_executor(cluster, options, folder)
     folder.mkdir(parents=True, exist_ok=True)
     jobs = _still_there(executor, folder)
-    fresh = [cell for cell in waiting if str(cell.folder.absolute()) not in jobs]
-    if len(fresh) < len(waiting):
-        say(f"{len(waiting) - len(fresh)} jobs are still with {cluster}")
+    fresh = [cell for cell in cells if str(cell.folder.absolute()) not in jobs]
+    if len(fresh) < len(cells):
+        say(f"{len(cells) - len(fresh)} jobs are still with {cluster}")
     if fresh:
         for cell in fresh:
             cell.run.record_failure(None)
@@ -71,11 +68,11 @@ def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, An
             jobs |= {str(cell.folder.absolute()): executor.submit(Job(cell, plugins.loaded())) for cell in fresh}
         write_json(folder / JOBS, {run: job.job_id for run, job in jobs.items()})
         say(f"{len(fresh)} jobs submitted to {cluster}; what they print is in {folder}")
-    began, total = time.monotonic(), sum(cell.recipe.steps for cell in waiting)
-    start = sum(cell.run.steps_done() for cell in waiting)
-    running = list(waiting)
+    began, total = time.monotonic(), sum(cell.recipe.steps for cell in cells)
+    start = sum(cell.run.steps_done() for cell in cells)
+    running = list(cells)
     try:
-        with progress(f"{len(waiting)} jobs", total, "step", start) as update:
+        with progress(f"{len(cells)} jobs", total, "step", start) as update:
             while running:
                 for cell in list(running):
                     job = jobs[str(cell.folder.absolute())]
@@ -84,7 +81,7 @@ def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, An
                         failed = job.exception()
                         how = "the job ended without a result" if failed is None else _what_was_raised(failed)
                         report(cell, time.monotonic() - began, f"{how}; see {folder}")
-                update(sum(cell.run.steps_done() for cell in waiting), running=len(running))
+                update(sum(cell.run.steps_done() for cell in cells), running=len(running))
                 if running:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
     except KeyboardInterrupt:

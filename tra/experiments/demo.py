@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from tra.experiments.base import Experiment, Outcome
+from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.figure1 import heatmaps
 from tra.experiments.scales import shrunk
 from tra.recipes import RECIPES

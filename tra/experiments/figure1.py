@@ -4,7 +4,7 @@ import torch
 from matplotlib.figure import Figure
 
 from tra.errors import RunError
-from tra.experiments.base import Experiment, Outcome
+from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.table1 import TABLE1
 from tra.report.figures import attention_heatmap
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tra.experiments.base import Experiment, Outcome
+from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.scales import shrunk_text
 from tra.experiments.table1 import AIDED, protocol
 from tra.recipes import RECIPES, Evaluation, Recipe

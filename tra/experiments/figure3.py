@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from tra.errors import RunError
-from tra.experiments.base import Experiment, Outcome
+from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.figure2 import FIGURE2
 from tra.report.figures import attention_heatmap
 from tra.report.inspection import Head, heads_table, inspect_heads

@@ -1,191 +1,119 @@
-"""Many runs side by side: in processes of their own on this machine."""
+"""The grid of runs: an experiment as a request wants it, with everything decided that either left open."""
 
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import forkserver
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
-from types import ModuleType
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import torch
+from tra.experiments.cells import Cell, Place, RunKey, below
+from tra.experiments.rows import Row, choice_label
+from tra.experiments.tuning import Tuning
+from tra.lookup import lookup
+from tra.recipes import Recipe, RecipeOf
 
-from tra import plugins
-from tra.errors import DivergenceError, Interrupted, RunError
-from tra.experiments.base import Cell
-from tra.progress import progress, say
-from tra.runs import train
-from tra.runs.folder import DIVERGED
+RUNS, TUNING = "runs", "tuning"
+"""The folders of runs that are reported, and of runs for tuning."""
 
-SECONDS_BETWEEN_LOOKS = 0.5
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def run_cell(cell: Cell) -> None:
-    """Train from where the run stands, measure, store; a failure is written down instead of raised."""
-    run = cell.run
-    run.record_failure(None)
-    try:
-        train(cell.recipe, cell.folder)
-        if cell.choice:  # what tuning wants to know is in the results
-            run.checkpoints.remove()
-    except Exception as error:
-        known = isinstance(error, (RunError, ValueError, OSError))
-        before = DIVERGED if isinstance(error, DivergenceError) else "" if known else f"{type(error).__name__}: "
-        run.record_failure(f"{before}{error}", traceback.format_exc())
+Choices = Callable[[Place], Sequence[Mapping[str, Any]]]
+"""The settings that are tried for a column and row."""
 
 
-def unfinished(cells: Sequence[Cell]) -> list[Cell]:
-    """Those still to be run, having said how many are not."""
-    waiting = [cell for cell in cells if cell.results() is None]
-    for cell in waiting:
-        if (problem := cell.problem()) is not None:
-            say(f"{cell.label}: {problem}", style="red")
-    if len(waiting) < len(cells):
-        say(f"{len(cells) - len(waiting)} of {len(cells)} runs are finished already")
-    return waiting
+@dataclass(frozen=True)
+class Grid:
+    """Which runs there are."""
+
+    folder: Path
+    scale: str
+    columns: Mapping[str, RecipeOf]
+    rows: Sequence[Row]
+    every_row: Sequence[Row]
+    """Those of the experiment, of which `rows` may be some."""
+    seeds: int
+    tuning: Tuning | None
+    tuned_before: Collection[str]
+    """Labels of rows whose settings the recipes have from earlier tuning."""
+
+    def __post_init__(self) -> None:
+        if self.tuning is not None and set(self.tuning.seeds) & set(range(self.seeds)):
+            raise ValueError(f"seeds of tuning must not be among the {self.seeds} that are reported")
+
+    @property
+    def places(self) -> list[Place]:
+        """Columns and rows, in the order of tables."""
+        return [Place(column, row.label) for column in self.columns for row in self.rows]
+
+    @property
+    def keys(self) -> list[RunKey]:
+        """All runs that are reported, a whole table for one seed before the next seed, so that a part of them says
+        something."""
+        return [RunKey(*place, seed) for seed in range(self.seeds) for place in self.places]
+
+    def cells(self) -> list[Cell]:
+        """The same as runs, before anything is tuned."""
+        first = [
+            Cell(
+                column,
+                row.label,
+                row.recipe(recipe_of, 0),
+                below(self.folder / RUNS, column, row.label, "0"),
+                tuned=row.label in self.tuned_before,
+            )
+            for column, recipe_of in self.columns.items()
+            for row in self.rows
+        ]
+        others = [
+            replace(cell, recipe=replace(cell.recipe, seed=seed), folder=cell.folder.with_name(str(seed)))
+            for seed in range(1, self.seeds)
+            for cell in first
+        ]
+        return first + others
+
+    def tunes(self, row: str) -> bool:
+        """Whether the settings of a row are chosen first."""
+        return self.tuning is not None and (self.tuning.rows is None or row in self.tuning.rows)
+
+    def tuned_on(self, place: Place) -> Place:
+        """The column on which the settings of a column and row are chosen."""
+        return place if self.tuning is None or self.tuning.column is None else place._replace(column=self.tuning.column)
+
+    def tuning_cells(self, share: float = 1.0, choices: Choices | None = None) -> list[Cell]:
+        """Runs from which settings are chosen: of all choices, or of those that a function of the place gives, trained
+        for a share of the steps."""
+        tuning = self.tuning
+        if tuning is None:
+            return []
+        columns = self.columns
+        if tuning.column is not None:
+            columns = {tuning.column: lookup(columns, tuning.column, "column")}
+        tried = choices or (lambda place: tuning.choices())
+        part = [] if share == 1.0 else [f"{share:g} of the steps"]
+        return [
+            Cell(
+                column,
+                row.label,
+                _shortened(row.recipe(recipe_of, seed).changed(choice), share),
+                below(self.folder / TUNING, column, row.label, *part, choice_label(choice), str(seed)),
+                choice=choice,
+                share=share,
+            )
+            for seed in tuning.seeds
+            for column, recipe_of in columns.items()
+            for row in self.rows
+            if self.tunes(row.label)
+            for choice in tried(Place(column, row.label))
+        ]
 
 
-def run_all(cells: Sequence[Cell], jobs: int) -> None:
-    """Run every cell that is not finished, ``jobs`` at a time with the threads and GPUs divided among them.
-
-    A run that fails, or whose process dies, does not stop the others. After Ctrl-C every run has saved a checkpoint.
-    """
-    waiting = unfinished(cells)
-    if not waiting:
-        return
-    # Forked from a process that has only imported things: started at once, and safe with threads.
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tra.experiments.grid"])
-        with safe_path():
-            forkserver.ensure_running()
-    else:
-        context = multiprocessing.get_context("spawn")
-    threads, devices = max(1, torch.get_num_threads() // jobs), gpus()
-    total = sum(cell.recipe.steps for cell in waiting)
-    steps = {cell.folder: cell.run.steps_done() for cell in waiting}
-    running: dict[int, tuple[BaseProcess, Cell, float]] = {}
-    started: list[BaseProcess] = []
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's wish is like Ctrl-C
-    try:
-        with progress(f"{len(waiting)} runs", total, "step", sum(steps.values())) as update:
-            while waiting or running:
-                for slot in range(jobs):
-                    if waiting and slot not in running:
-                        cell = waiting.pop(0)
-                        cell.run.record_failure(None)
-                        device = devices[slot % len(devices)]
-                        process = context.Process(target=_work, args=(cell, threads, device, plugins.loaded()))
-                        started.append(process)
-                        with _without_main():
-                            process.start()
-                        running[slot] = process, cell, time.monotonic()
-                wait([process.sentinel for process, _, _ in running.values()], timeout=SECONDS_BETWEEN_LOOKS)
-                for slot, (process, cell, since) in list(running.items()):
-                    steps[cell.folder] = cell.run.steps_done()
-                    if process.exitcode is not None:
-                        del running[slot]
-                        steps[cell.folder] = cell.recipe.steps  # done, or given up
-                        report(cell, time.monotonic() - since, _how_it_ended(process.exitcode))
-                update(sum(steps.values()), running=len(running), waiting=len(waiting))
-    except KeyboardInterrupt:
-        _stop(started)
-        done = sum(cell.results() is not None for cell in cells)
-        raise Interrupted(f"stopped with {done} of {len(cells)} runs finished; the others go on from here") from None
-    finally:
-        _stop(started)
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, before)
+def _shortened(recipe: Recipe, share: float) -> Recipe:
+    """For tuning: so much of the training, measured within its length on the first of its sets, which is like what is
+    trained on; the others are no business of tuning."""
+    first = [entry for entry in recipe.evaluations if entry.name == recipe.evaluations[0].name]
+    within = tuple(entry for entry in first if entry.length <= recipe.length)
+    return replace(recipe, steps=max(1, round(recipe.steps * share)), evaluations=within or recipe.evaluations)
 
 
-def gpus() -> list[str]:
-    """The GPUs that may be used, as CUDA and ROCm name them; one without a name where there is none."""
-    visible = os.environ.get(VISIBLE)
-    if visible is None:
-        visible = ",".join(str(number) for number in range(torch.cuda.device_count()))
-    return visible.split(",")
-
-
-def report(cell: Cell, seconds: float, how_it_ended: str) -> None:
-    """Say what came of a run that has ended; why it failed is written down if it was not."""
-    results, reason = cell.results(), cell.run.failure()
-    if results is not None:
-        values = "  ".join(f"{result.place}@{result.length} {result.value:.2f}" for result in results)
-        say(f"{cell.label}: {values} ({seconds:.0f} s)")
-        return
-    if reason is None:
-        reason = how_it_ended
-        try:
-            cell.run.record_failure(reason)
-        except OSError as error:
-            reason += f" ({error})"
-    say(f"{cell.label}: failed: {reason}", style="red")
-
-
-def _how_it_ended(code: int | None) -> str:
-    return f"the process ended with {f'signal {-code}' if code is not None and code < 0 else f'exit code {code}'}"
-
-
-@contextmanager
-def safe_path() -> Iterator[None]:
-    """Start processes without the current folder first in their path, where a folder called tra would be taken for this
-    package."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """A process that is started would run the caller's script again, of which the work here needs nothing."""
-    script = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = script
-
-
-def _stop(processes: Sequence[BaseProcess]) -> None:
-    """Ask those still running to save and stop, and wait for them."""
-    alive = [process for process in processes if process.is_alive()]
-    for process in alive:
-        process.terminate()
-    for process in alive:
-        process.join()
-
-
-def _work(cell: Cell, threads: int, device: str, needed: Sequence[str]) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    if device:
-        os.environ[VISIBLE] = device  # read when CUDA is first used, which is later
-    for name in needed:
-        plugins.load(name)
-    try:
-        run_cell(cell)
-    except KeyboardInterrupt:
-        os._exit(130)
-
-
-def _end_with_parent() -> None:
-    """Save and stop when the process that started this one is gone, even by kill -9."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
+def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
+    """The index-th of count parts, none of which holds all runs of a row."""
+    width = len({cell.row for cell in cells})
+    shift = 1 if width % count == 0 else 0  # else every row would begin with the same part
+    return [cell for place, cell in enumerate(cells) if (place + shift * (place // width)) % count == index - 1]

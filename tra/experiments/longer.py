@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tra.experiments.base import Experiment
+from tra.experiments.experiment import Experiment
 from tra.experiments.scales import shrunk
 from tra.experiments.table1 import AIDED, SMALL_SCALE, TABLE1
 from tra.recipes import Recipe, RecipeOf

@@ -6,7 +6,8 @@ lies past it. Here the learning rate alone is tuned.
 
 from dataclasses import replace
 
-from tra.experiments.base import Experiment, Row
+from tra.experiments.experiment import Experiment
+from tra.experiments.rows import Row
 from tra.experiments.table1 import TABLE1
 
 assert TABLE1.tuning is not None

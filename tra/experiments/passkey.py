@@ -1,6 +1,6 @@
 """A key in noise: trained at 32 tokens, asked for at up to 16,384. What a long window is good for."""
 
-from tra.experiments.base import Experiment
+from tra.experiments.experiment import Experiment
 from tra.experiments.figure2 import FIGURE2
 from tra.experiments.scales import shrunk
 from tra.experiments.table1 import TABLE1

@@ -1,10 +1,9 @@
 """From an experiment to its tables and figures: run what is missing, then make them from what is stored."""
 
-import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,185 +12,154 @@ from filelock import FileLock
 
 from tra.environment import environment
 from tra.errors import RunError
-from tra.experiments.base import Cell, Experiment, Outcome, outcome_of
-from tra.experiments.cluster import CLUSTERS, run_on_cluster
-from tra.experiments.grid import run_all
-from tra.experiments.joining import (
-    Joined,
-    all_records,
-    all_rounds,
-    joined_results,
-    tuned_elsewhere,
-)
-from tra.experiments.reporting import final_report, live_report, write_report
-from tra.experiments.tuning import Losses, Search, chosen_settings, tuning_evidence, tuning_losses, tuning_tables
+from tra.experiments.cells import Cell
+from tra.experiments.cluster import run_on_cluster
+from tra.experiments.experiment import Experiment, Outcome
+from tra.experiments.grid import Grid, part_of
+from tra.experiments.grid_report import final_report, live_report
+from tra.experiments.local_jobs import run_all, unfinished
+from tra.experiments.merge_results import merge_results, read_results
+from tra.experiments.request import Request
+from tra.experiments.results import FailureKey, Results, Session, TuningKey, first_recipes, read_runs, stored_sessions
+from tra.experiments.search import Search
+from tra.experiments.tuning import Losses, tuning_losses, tuning_tables
 from tra.files import write_json, write_text
-from tra.lookup import lookup
 from tra.progress import say
-from tra.recipes import Recipe
-from tra.report.figures import FORMATS, save_figure, styled
-from tra.report.reporting import as_svg
+from tra.report.figures import save_figure, styled
+from tra.report.report_page import as_svg, report_html
 from tra.report.tables import Table, comparison_csv, latex, markdown
-from tra.tasks import Result
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of an experiment, besides what it says itself."""
-
-    folder: Path
-    scale: str
-    seeds: int | None = None
-    attention: Sequence[str] = ()
-    """Rows or mechanisms; all of the experiment by default."""
-    columns: Sequence[str] = ()
-    """Columns; all of the experiment by default."""
-    jobs: int = 1
-    """Runs at the same time."""
-    shard: tuple[int, int] = (1, 1)
-    """This machine's part of the runs, of how many."""
-    train: bool = True
-    """False: make tables and figures from what is stored."""
-    cluster: str | None = None
-    cluster_options: Mapping[str, Any] = field(default_factory=dict)
-    formats: Sequence[str] = ("png",)
-    style: str | None = None
-    """A style sheet of matplotlib, by name or path."""
-    join: Sequence[Path] = ()
-    """Files with results of the same experiment from elsewhere, to be shown with those that are here. What was tuned
-    there is not tuned again, and what was run there is not run again."""
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "jobs"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
-        index, count = self.shard
-        if not 1 <= index <= count:
-            raise ValueError(f"shard must be i/n with 1 <= i <= n, got {index}/{count}")
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"output must be a folder, but {self.folder} is a file")
-        for kind in self.formats:
-            lookup(dict.fromkeys(FORMATS), kind, "figures")
-        if self.cluster is not None:
-            lookup(dict.fromkeys(CLUSTERS), self.cluster, "cluster")
-        with styled(self.style):
-            pass  # a wrong one is found before anything is trained
+from tra.runs.folder import DIVERGED
 
 
 class Wanted(NamedTuple):
     """What is asked of an experiment, before any of it is done."""
 
+    grid: Grid
     search: Search
     """What tuning tries."""
     cells: list[Cell]
     """The runs to report, as they are before tuning."""
-    joined: Joined
+    joined: Results
     """What there is of them elsewhere."""
-
-    def not_joined(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those of these runs that there are not elsewhere."""
-        stored = {(record.column, record.row, record.seed) for record in self.joined.records}
-        return [cell for cell in cells if (cell.column, cell.row, cell.recipe.seed) not in stored]
 
 
 def wanted_runs(experiment: Experiment, request: Request) -> Wanted:
-    """What a request comes to; whatever is wrong with it is raised.
-
-    Of an experiment as it is at the scale and with the columns asked for.
-    """
-    seeds, rows = request.seeds or experiment.seeds, experiment.chosen_rows(request.attention)
-    if experiment.tuning is not None and set(experiment.tuning.seeds) & set(range(seeds)):
-        raise ValueError(f"seeds of tuning must not be among the {seeds} that are reported")
-    joined = joined_results(request.join, experiment, request.scale, rows, seeds)
-    if joined.more_seeds:
-        say(f"what is joined has more seeds than are shown; --seeds {max(joined.more_seeds) + 1} takes them in")
-    search = Search(experiment, request.folder, request.scale, rows, joined.by_column)
-    _ = search.expected  # raises what is wrong with the grid
-    cells = experiment.cells(request.folder, request.scale, seeds, rows)
-    index, count = request.shard
-    if count > len(cells):
-        raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {index}/{count}")
-    return Wanted(search, cells, joined)
+    """What a request comes to; whatever is wrong with it is raised."""
+    grid = experiment.grid(request)
+    joined = read_results(request.join, grid)
+    search = Search(grid, joined.tuning)
+    _ = search.expected  # raises what is wrong with the grid of tuning
+    cells = grid.cells()
+    if request.shard.of > len(cells):
+        raise ValueError(f"shard must be one of at most {len(cells)}, the number of runs, got {request.shard}")
+    return Wanted(grid, search, cells, joined)
 
 
 def perform(experiment: Experiment, request: Request) -> Outcome:
     """Run what is missing of this shard, tuning first, then write tables and figures from what is finished."""
     began, started = datetime.now(UTC), time.monotonic()
-    experiment = experiment.at(request.scale, request.columns)
-    wanted = wanted_runs(experiment, request)
-    search, cells = wanted.search, wanted.cells
-    rows, seeds = experiment.chosen_rows(request.attention), request.seeds or experiment.seeds
-    places = [(column, row.label) for column in experiment.columns(request.scale) for row in rows]
-    request.folder.mkdir(parents=True, exist_ok=True)
-    missing: list[Cell] = []
-    spoilt: dict[str, str] = {}
+    grid, search, cells, joined = wanted_runs(experiment, request)
+    grid.folder.mkdir(parents=True, exist_ok=True)
+    page = grid.folder / experiment.report_file
+    trained = 0
+    spoilt: dict[FailureKey, str] = {}
     while tries := search.next():
-        missing += _missing(part_of(tries, *request.shard), request, experiment.report_file)
-        losses, failed, left = _tuning_so_far(tries)
-        spoilt |= failed
-        search.tell(losses)
-        if left and request.train:
-            if request.shard[1] == 1:
-                raise RunError(f"tuning in {request.folder} is not finished")
-            say(f"{left} of {len(tries)} runs of tuning are left to other machines")
-            return Outcome([], [], spoilt, request.folder, markdown(tuning_tables(experiment, search.rounds)))
-    last = search.rounds[-1] if search.rounds else {}
-    chosen = chosen_settings(experiment, list(experiment.columns(request.scale)), search.choices, last)
-    elsewhere = tuned_elsewhere(experiment, wanted.joined, places)
-    chosen |= {place: evidence["chosen"] for place, evidence in elsewhere.items()}
+        waited_for = _run(part_of(tries, *request.shard), request, grid, page)
+        found = _tuning_so_far(tries)
+        trained += len(waited_for & found.finished)
+        spoilt |= found.failures
+        search.tell(found.losses)
+        if found.left and request.train:
+            if request.shard.of == 1:
+                raise RunError(f"tuning in {grid.folder} is not finished")
+            say(f"{found.left} of {len(tries)} runs of tuning are left to other machines")
+            tables = tuning_tables(grid.tuning, search.evidence())
+            return Outcome([], [], _labelled(spoilt), grid.folder, markdown(tables))
+    evidence = search.evidence() | joined.tuning
+    chosen = {place: evidence[on].chosen for place in grid.places if (on := grid.tuned_on(place)) in evidence}
     # A row whose tuning failed is reported so, and stops no other.
-    undecided = {cell for cell in cells if experiment.tunes(cell.row) and (cell.column, cell.row) not in chosen}
     cells = [
-        cell.tuned_to(chosen.get((cell.column, cell.row)))
+        cell.tuned_to(chosen.get(cell.place))
         for cell in cells
-        if cell not in undecided or not request.train
+        if not (request.train and grid.tunes(cell.row) and chosen.get(cell.place) is None)
     ]
-    _check_runs_here([cell for cell in cells if (cell.column, cell.row) in elsewhere])
+    _check_runs_here([cell for cell in cells if grid.tuned_on(cell.place) in joined.tuning])
     # Divided among machines before anything is left out, so that all divide alike whatever each of them joins.
-    mine = wanted.not_joined(part_of(cells, *request.shard))
-    missing += _missing(mine, request, experiment.report_file)
-    with FileLock(request.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
-        finished = _finished(cells)
-        outcome = outcome_of(finished)
-        joined = joined_results(request.join, experiment, request.scale, rows, seeds, outcome.records)
-        failures = {**joined.failures, **spoilt, **_failures(wanted.not_joined(cells))}
-        if not finished and not joined.records:
-            reason = next(iter(failures.values()), "")
-            raise RunError(f"no run in {request.folder} is finished" + (f": {reason}" if reason else ""))
-        trained = sum(cell.results() is not None for cell in missing)
-        session = {
-            "command": request.command,
-            "began": began.isoformat(),
-            "trained": trained,
-            "seconds": round(time.monotonic() - started, 1),
-            "environment": environment(),
+    mine = [cell for cell in part_of(cells, *request.shard) if cell.key not in joined.records]
+    waited_for = _run(mine, request, grid, page)
+    with FileLock(grid.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
+        states = read_runs(cells)
+        trained += len(waited_for & states.finished.keys())
+        here, file = Results.of_runs(states), grid.folder / experiment.results_file
+        here.failures = spoilt | here.failures
+        here.tuning = evidence
+        here.sessions = stored_sessions(file)
+        if trained:
+            seconds = round(time.monotonic() - started, 1)
+            here.sessions.append(Session(request.command, began.isoformat(), trained, seconds, environment()))
+        results = merge_results(here, joined, grid)
+        if not results.records:
+            reason = next(iter(results.failures.values()), "")
+            raise RunError(f"no run in {grid.folder} is finished" + (f": {reason}" if reason else ""))
+        results.recipes = first_recipes(cells) | results.recipes
+        outcome = Outcome(
+            list(states.finished),
+            results.every_record(),
+            _labelled(results.failures),
+            grid.folder,
+            content=_content(grid, len(cells), results),
+        )
+        tuning = tuning_tables(grid.tuning, {place: evidence[place] for place in grid.places if place in evidence})
+        shown = _show(experiment, outcome, tuning, request)
+        write_json(file, outcome.content)
+        own = {
+            cell: states.finished.get(cell)
+            for cell in cells
+            if cell in states.finished or cell.key not in joined.records
         }
-        records = all_records(outcome.records, joined, places)
-        reported = {(record.column, record.row) for record in records}  # not what is still being tuned
-        chosen = {key: settings for key, settings in chosen.items() if key in reported}
-        outcome = replace(outcome, records=records)
-        rounds = all_rounds(search.rounds, joined, places)
-        evidence = tuning_evidence(experiment, search.rounds, chosen)
-        evidence |= {" ".join(place): of_place for place, of_place in elsewhere.items() if place in reported}
-        stored = request.folder / experiment.results_file
-        content = {
-            "runs": len(cells),
-            "finished": len({(record.column, record.row, record.seed) for record in records}),
-            "failures": failures,
-            "sessions": _different([*joined.sessions, *_sessions(stored), *([session] if trained else [])]),
-            "tuning": {label: evidence[label] for label in map(" ".join, places) if label in evidence},
-            "recipes": {**_first_recipes(cells), **joined.recipes, **_first_recipes(finished)},
-            "results": [record.to_dict() for record in records],
-        }
-        shown = _show(experiment, outcome, tuning_tables(experiment, rounds), request)
-        write_json(stored, content)
-        here = dict.fromkeys([*finished, *wanted.not_joined(cells)])
-        own = [cell for cell in cells if cell in here]
-        report = final_report(experiment, request.folder, own, content, shown.tables, shown.figures)
-        write_report(request.folder / experiment.report_file, report)
-    return replace(outcome, failures=failures, folder=request.folder, shown=shown.text, content=content)
+        report = final_report(grid, own, results, len(cells), shown.tables, tuning, shown.figures)
+        write_text(page, report_html(report))
+    return replace(outcome, shown=shown.text)
+
+
+def _run(mine: Sequence[Cell], request: Request, grid: Grid, page: Path) -> set[Cell]:
+    """Run this machine's cells, and return those of them that were not finished before."""
+    waiting = unfinished(mine) if request.train else []
+    if waiting:
+        with live_report(page, request.command, mine):
+            if request.cluster is None:
+                run_all(waiting, request.jobs)
+            else:
+                run_on_cluster(waiting, request.cluster, request.cluster_options, grid.folder / "cluster")
+    return set(waiting)
+
+
+class _Tried(NamedTuple):
+    """What is known of runs for tuning."""
+
+    finished: set[Cell]
+    losses: Losses
+    """Without those of rows whose tuning failed, once no runs are left."""
+    failures: dict[FailureKey, str]
+    left: int
+    """Runs that are neither finished nor failed."""
+
+
+def _tuning_so_far(tries: Sequence[Cell]) -> _Tried:
+    finished, failed = read_runs(tries)
+    diverged = [cell for cell, reason in failed.items() if reason.startswith(DIVERGED)]
+    losses = tuning_losses(finished, diverged)
+    failures: dict[FailureKey, str] = {
+        TuningKey(*cell.place, cell.label): reason for cell, reason in failed.items() if cell not in diverged
+    }
+    left = len(tries) - len(finished) - len(failed)
+    if not left:
+        for key in failures:
+            losses.pop(key.place, None)
+    for place, choices in losses.items():
+        if not any(map(math.isfinite, choices.values())):
+            failures[TuningKey(*place)] = "every choice diverged"
+    return _Tried(set(finished), losses, failures, left)
 
 
 def _check_runs_here(cells: Sequence[Cell]) -> None:
@@ -204,97 +172,50 @@ def _check_runs_here(cells: Sequence[Cell]) -> None:
                 raise ValueError(f"join must name results that were tuned as the runs here are, but {error}") from error
 
 
-def _missing(mine: Sequence[Cell], request: Request, report_file: str) -> list[Cell]:
-    """Run this machine's cells, and return those of them that were not finished before."""
-    missing = [cell for cell in mine if cell.results() is None]
-    if request.train and mine:
-        with live_report(request.folder / report_file, request.command, mine):
-            if request.cluster is None:
-                run_all(mine, request.jobs)
-            else:
-                run_on_cluster(mine, request.cluster, request.cluster_options, request.folder / "cluster")
-    return missing
+def _labelled(failures: Mapping[Any, str]) -> dict[str, str]:
+    return {str(key): reason for key, reason in failures.items()}
 
 
-def _finished(cells: Sequence[Cell]) -> dict[Cell, list[Result]]:
-    return {cell: results for cell in cells if (results := cell.results()) is not None}
-
-
-def _tuning_so_far(tries: Sequence[Cell]) -> tuple[Losses, dict[str, str], int]:
-    """The losses, without those of rows whose tuning failed once no runs are left; why they did; how many are left."""
-    finished = _finished(tries)
-    diverged = [cell for cell in tries if cell not in finished and cell.run.diverged]
-    unfinished = [cell for cell in tries if cell not in finished and cell not in diverged]
-    losses = tuning_losses(finished, diverged)
-    failures = {f"{label} (tuning)": reason for label, reason in _failures(unfinished).items()}
-    left = len(unfinished) - len(failures)
-    for cell in unfinished if not left else ():
-        losses.pop((cell.column, cell.row), None)
-    for (column, row), choices in losses.items():
-        if not any(map(math.isfinite, choices.values())):
-            failures[f"{column} {row} (tuning)"] = "every choice diverged"
-    return losses, failures, left
-
-
-def _failures(cells: Sequence[Cell]) -> dict[str, str]:
+def _content(grid: Grid, runs: int, results: Results) -> dict[str, Any]:
+    """What `results.json` holds."""
+    tuned_on = {place: results.tuning.get(grid.tuned_on(place)) for place in grid.places if place in results.places}
     return {
-        cell.label: reason for cell in cells if cell.results() is None and (reason := cell.run.failure()) is not None
+        "runs": runs,
+        "finished": len(results.records),
+        "failures": _labelled(results.failures),
+        "sessions": [session.to_dict() for session in results.sessions],
+        "tuning": {str(place): found.to_dict() for place, found in tuned_on.items() if found and found.chosen},
+        "recipes": {column: asdict(recipe) for column, recipe in results.recipes.items()},
+        "results": [record.to_dict() for record in results.every_record()],
     }
-
-
-def _first_recipes(cells: Iterable[Cell]) -> dict[str, dict[str, Any]]:
-    """Of each column, that of its first row and seed."""
-    found: dict[str, Recipe] = {}
-    for cell in cells:
-        found.setdefault(cell.column, cell.recipe)
-    return {column: asdict(recipe) for column, recipe in found.items()}
-
-
-def _show(experiment: Experiment, outcome: Outcome, tuning: Sequence[Table], request: Request) -> "_Shown":
-    """Write tables and figures."""
-    folder, stem = request.folder, experiment.table_stem
-    tables = [*experiment.tables(outcome), *tuning]
-    shown = markdown(tables)
-    write_text(folder / f"{stem}.md", shown)
-    write_text(folder / f"{stem}.tex", latex(tables))
-    write_text(folder / experiment.records_file, comparison_csv(outcome.records))
-    drawn: dict[str, str] = {}
-    with styled(request.style):
-        for name, figure in experiment.figures(outcome).items():
-            for kind in request.formats:
-                save_figure(figure, folder / f"{name}.{kind}")
-            drawn[name] = as_svg(figure)
-    return _Shown(shown, tables, drawn)
 
 
 class _Shown(NamedTuple):
     """Tables and figures as they are shown elsewhere."""
 
     text: str
-    """The tables as Markdown."""
+    """All tables as Markdown."""
     tables: Sequence[Table]
+    """Those of the experiment, without tuning's."""
     figures: Mapping[str, str]
     """SVG by name."""
 
 
-def _sessions(results: Path) -> list[dict[str, Any]]:
-    """What was measured before, and where."""
-    try:
-        return json.loads(results.read_text(encoding="utf-8"))["sessions"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+def _show(experiment: Experiment, outcome: Outcome, tuning: Sequence[Table], request: Request) -> _Shown:
+    """Write tables and figures."""
+    folder, stem = outcome.folder, experiment.table_stem
+    tables = experiment.tables(outcome)
+    shown = markdown([*tables, *tuning])
+    write_text(folder / f"{stem}.md", shown)
+    write_text(folder / f"{stem}.tex", latex([*tables, *tuning]))
+    write_text(folder / experiment.records_file, comparison_csv(outcome.records))
+    drawn: dict[str, str] = {}
+    with styled(request.style):
+        for name, figure in experiment.figures(outcome).items():
+            for kind in request.figures:
+                save_figure(figure, folder / f"{name}.{kind}")
+            drawn[name] = as_svg(figure)
+    return _Shown(shown, tables, drawn)
 
 
-def _different(sessions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each once, known by when it began: what was joined before is in the file that is written anew."""
-    return [session for place, session in enumerate(sessions) if session not in sessions[:place]]
-
-
-def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
-    """The index-th of count parts, none of which holds all runs of a row."""
-    width = len({cell.row for cell in cells})
-    shift = 1 if width % count == 0 else 0  # else every row would begin with the same part
-    return [cell for place, cell in enumerate(cells) if (place + shift * (place // width)) % count == index - 1]
-
-
-__all__ = ["Request", "part_of", "perform", "wanted_runs"]
+__all__ = ["perform", "wanted_runs"]

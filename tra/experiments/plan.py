@@ -8,8 +8,11 @@ from functools import lru_cache
 import torch
 
 from tra.environment import best_device
-from tra.experiments.base import Cell, Experiment
-from tra.experiments.perform import Request, part_of, wanted_runs
+from tra.experiments.cells import Cell
+from tra.experiments.experiment import Experiment
+from tra.experiments.grid import part_of
+from tra.experiments.perform import wanted_runs
+from tra.experiments.request import Request
 from tra.model import Decoder, DecoderConfig
 from tra.progress import progress
 from tra.recipes import Recipe
@@ -28,9 +31,10 @@ PAPERS_RATE = (2_637_072, 20_000 * 64 * 256 / (65.88 * 60)), (72_492_096, 20_000
 
 def plan(experiment: Experiment, request: Request) -> Table:
     """A row for each column and mechanism: number of runs, parameters, tokens, and hours on this machine."""
-    wanted = wanted_runs(experiment.at(request.scale, request.columns), request)
-    tries, reported = (part_of(some, *request.shard) for some in (wanted.search.expected, wanted.cells))
-    cells = [cell for cell in (*tries, *wanted.not_joined(reported)) if cell.results() is None]
+    grid, search, reported, joined = wanted_runs(experiment, request)
+    tries, mine = (part_of(some, *request.shard) for some in (search.expected, reported))
+    left = [*tries, *(cell for cell in mine if cell.key not in joined.records)]
+    cells = [cell for cell in left if cell.results() is None]
     groups: dict[tuple[str, str, bool], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.column, cell.row, bool(cell.choice)), []).append(cell)
@@ -67,7 +71,7 @@ def plan(experiment: Experiment, request: Request) -> Table:
         "taken to cost a third of training, and texts that are measured whole are not counted. A40 hours follow from "
         "the paper's times of TRA on one such GPU, whatever the mechanism: nothing here was run on a GPU."
     )
-    return Table(headings, body, f"Runs at the scale {request.scale}", note, words=2)
+    return Table(headings, body, f"Runs at the scale {grid.scale}", note, words=2)
 
 
 def _rough(hours: float) -> str:

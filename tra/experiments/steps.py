@@ -5,7 +5,7 @@ The first column is that of figure2, whose results can be joined; the settings t
 
 from dataclasses import replace
 
-from tra.experiments.base import Experiment, Outcome
+from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.figure2 import FIGURE2, whole_text
 from tra.experiments.scales import shrunk_text
 from tra.recipes import Recipe, RecipeOf

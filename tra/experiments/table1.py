@@ -10,8 +10,10 @@ those that each mechanism was published with.
 from collections.abc import Mapping
 
 from tra.attention import MECHANISMS
-from tra.experiments.base import Experiment, Row, Tuning
+from tra.experiments.experiment import Experiment
+from tra.experiments.rows import Row
 from tra.experiments.scales import shrunk
+from tra.experiments.tuning import Tuning
 from tra.recipes import RECIPES, RecipeOf
 from tra.recipes.strings import SETS
 

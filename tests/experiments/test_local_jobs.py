@@ -19,8 +19,8 @@ from rich.console import Console
 from tests.experiments.small import files_below, flip_flop
 from tra import plugins
 from tra.attention import MECHANISMS
-from tra.experiments.base import Cell
-from tra.experiments.grid import gpus, run_all, run_cell, unfinished
+from tra.experiments.cells import Cell
+from tra.experiments.local_jobs import gpus, run_all, run_cell, unfinished
 from tra.experiments.table1 import SMOKE
 from tra.progress import shown
 from tra.recipes import Recipe
@@ -224,14 +224,12 @@ def test_failures_are_written_down_stop_nobody_and_are_tried_again(tmp_path: Pat
     finished = files_below(cells[0].folder)
     screen = console()
     with shown(screen):
-        run_all(cells, 1)
+        run_all(unfinished(cells), 1)
     assert all(one.results() is not None and one.run.failure() is None for one in cells)
     assert not list(tmp_path.rglob("failure.txt"))
     assert files_below(cells[0].folder) == finished
     assert "2 of 4 runs are finished already" in text_of(screen)
-    everything = files_below(tmp_path)
-    run_all(cells, 1)
-    assert files_below(tmp_path) == everything
+    assert unfinished(cells) == []
 
 
 @pytest.mark.usefixtures("troubled")
@@ -266,7 +264,7 @@ def test_jobs_run_at_the_same_time_share_threads_and_gpus_and_are_shown_in_one_p
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("tra.experiments.grid.SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr("tra.experiments.local_jobs.SECONDS_BETWEEN_LOOKS", 0.05)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -312,7 +310,7 @@ def test_a_failure_of_an_unexpected_kind_is_named(tmp_path: Path, monkeypatch: p
     def broken(recipe: Recipe, folder: Path) -> None:
         raise KeyError("missing")
 
-    monkeypatch.setattr("tra.experiments.grid.train", broken)
+    monkeypatch.setattr("tra.experiments.local_jobs.train", broken)
     one = cell(tmp_path)
     run_cell(one)
     assert one.run.failure() == "KeyError: 'missing'"
@@ -362,7 +360,6 @@ def test_a_grid_may_run_in_a_thread(tmp_path: Path) -> None:
 
     def work() -> None:
         try:
-            run_all([], 1)
             run_all([small_cell(tmp_path / "run")], 1)
         except BaseException as error:
             failures.append(error)

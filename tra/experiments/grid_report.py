@@ -9,56 +9,53 @@ from pathlib import Path
 from typing import Any
 
 from tra.errors import RunError
-from tra.experiments.base import Cell, Experiment, outcome_of
+from tra.experiments.cells import Cell
+from tra.experiments.grid import TUNING, Grid
+from tra.experiments.results import Results, records_of
 from tra.files import write_text
 from tra.options import written
 from tra.progress import say
-from tra.report.reporting import Report, RunLine, hours, machine, report_html
+from tra.report.report_page import Report, RunLine, describe_machine, format_duration, report_html
 from tra.report.tables import Table, comparison_tables
 from tra.runs import Run
 from tra.runs.folder import folders_of_runs
 from tra.tasks import Result
 
 SECONDS_BETWEEN_REPORTS = 5.0
-TUNING = "tuning"
-"""The folder of runs for tuning."""
-
-
-def write_report(page: Path, report: Report) -> None:
-    write_text(page, report_html(report))
 
 
 def final_report(
-    experiment: Experiment,
-    folder: Path,
-    cells: Sequence[Cell],
-    content: Mapping[str, Any],
+    grid: Grid,
+    cells: Mapping[Cell, Sequence[Result] | None],
+    results: Results,
+    runs: int,
     tables: Sequence[Table],
+    tuning_tables: Sequence[Table],
     figures: Mapping[str, str],
 ) -> Report:
-    """What has come of the runs of an experiment, with what was stored as JSON, its tables, and its figures as SVG."""
-    tried = folders_of_runs(folder / TUNING)
-    about_tuning = [table for table in tables if table.title.startswith("Tuning")]
+    """What has come of an experiment: its runs that are here, all results, tables, and figures as SVG."""
+    tried = [Run(folder) for folder in folders_of_runs(grid.folder / TUNING)]
     return Report(
-        title=folder.absolute().name,
-        facts=_facts(cells, content),
-        tables=[table for table in tables if table not in about_tuning],
+        title=grid.folder.absolute().name,
+        facts=_facts(list(cells), results, runs),
+        tables=tables,
         figures=figures,
-        failures=content["failures"],
-        runs=[_line(cell.label, cell.run, folder, cell.results()) for cell in cells],
-        tuning=_protocol(experiment, tried, content["tuning"]),
-        tuning_tables=about_tuning,
+        failures={str(key): reason for key, reason in results.failures.items()},
+        runs=[_line(cell.label, cell.run, grid.folder, found) for cell, found in cells.items()],
+        tuning=_protocol(grid, tried, results),
+        tuning_tables=tuning_tables,
         tuning_runs=[
-            _line(path.relative_to(folder / TUNING).as_posix(), run := Run(path), folder, run.results) for path in tried
+            _line(run.folder.relative_to(grid.folder / TUNING).as_posix(), run, grid.folder, run.results)
+            for run in tried
         ],
     )
 
 
-def _facts(cells: Sequence[Cell], content: Mapping[str, Any]) -> dict[str, str]:
+def _facts(cells: Sequence[Cell], results: Results, runs: int) -> dict[str, str]:
     seeds = sorted({cell.recipe.seed for cell in cells})
     columns = {cell.column: cell.recipe for cell in reversed(cells)}
     facts = {
-        "runs": f"{content['finished']} of {content['runs']} finished",
+        "runs": f"{len(results.records)} of {runs} finished",
         "seeds": ", ".join(map(str, seeds)),
         "training": "\n".join(
             f"{column}: {recipe.steps:,} steps of {recipe.batch} sequences, length {recipe.length:,}, "
@@ -66,38 +63,40 @@ def _facts(cells: Sequence[Cell], content: Mapping[str, Any]) -> dict[str, str]:
             for column, recipe in sorted(columns.items())
         ),
     }
-    for number, session in enumerate(content["sessions"], 1):
-        name = "command" if len(content["sessions"]) == 1 else f"command {number}"
+    for number, session in enumerate(results.sessions, 1):
+        name = "command" if len(results.sessions) == 1 else f"command {number}"
         facts[name] = (
-            f"{session['command'] or 'from Python'}\n"
-            f"{session['trained']} runs in {hours(session['seconds'])}; {machine(session['environment'])}"
+            f"{session.command or 'from Python'}\n"
+            f"{session.trained} runs in {format_duration(session.seconds)}; {describe_machine(session.environment)}"
         )
     return facts
 
 
-def _protocol(experiment: Experiment, tried: Sequence[Path], evidence: Mapping[str, Any]) -> dict[str, str]:
+def _protocol(grid: Grid, tried: Sequence[Run], results: Results) -> dict[str, str]:
     """How settings were chosen, and what that took."""
-    if experiment.tuning is None:
+    tuning = grid.tuning
+    if tuning is None:
         return {}
     facts = {
         "protocol": "by the loss within the training length, on seeds that are not reported",
         **{
             entry.name: _shown(value)
-            for entry in fields(experiment.tuning)
-            if entry.name != "rounds" and (value := getattr(experiment.tuning, entry.name)) not in (None, 0.0)
+            for entry in fields(tuning)
+            if entry.name != "rounds" and (value := getattr(tuning, entry.name)) not in (None, 0.0)
         },
     }
-    if len(experiment.tuning.rounds) > 1:
+    if len(tuning.rounds) > 1:
         facts["rounds"] = "; ".join(
             f"{share:.0%} of the steps for {'all' if best is None else f'the best {best}'}"
-            for share, best in experiment.tuning.rounds
+            for share, best in tuning.rounds
         )
-    recipes = [Run(path).recipe for path in tried]
-    if recipes:
-        steps = sum(recipe.steps for recipe in recipes)
-        facts["budget"] = f"{len(recipes):,} runs of {steps:,} steps together"
-    for name, entry in evidence.items():
-        facts[f"chosen for {name}"] = _shown(entry["chosen"])
+    if tried:
+        steps = sum(run.recipe.steps for run in tried)
+        facts["budget"] = f"{len(tried):,} runs of {steps:,} steps together"
+    for place in grid.places:
+        found = results.tuning.get(grid.tuned_on(place))
+        if place in results.places and found is not None and found.chosen is not None:
+            facts[f"chosen for {place}"] = _shown(found.chosen)
     return facts
 
 
@@ -144,9 +143,6 @@ def live_report(page: Path, command: str, cells: Sequence[Cell]) -> Iterator[Non
     The block is what matters: a report that cannot be written stops nothing, and is complained of once.
     """
     live, done = _Live(page, command, cells), threading.Event()
-    if all(cell.results() is not None for cell in cells):
-        yield  # nothing to be seen
-        return
 
     def keep() -> None:
         while True:
@@ -173,7 +169,7 @@ class _Live:
 
     def write(self, running: bool = True) -> None:
         try:
-            write_report(self.page, self._report(running))
+            write_text(self.page, report_html(self._report(running)))
         except Exception as error:
             if not self.complained:
                 say(f"{self.page} cannot be written yet: {error}")
@@ -185,7 +181,9 @@ class _Live:
                 self.finished[cell] = results
                 self.tables = []
         if self.finished and not self.tables:
-            self.tables = comparison_tables(outcome_of(self.finished).records)
+            self.tables = comparison_tables(
+                [record for cell, results in self.finished.items() for record in records_of(cell, results)]
+            )
         lines = [_line(cell.label, cell.run, self.folder, self.finished.get(cell)) for cell in self.cells]
         ended = sum(line.state in ("finished", "failed") for line in lines)
         steps, total = sum(line.step for line in lines), sum(cell.recipe.steps for cell in self.cells)
@@ -194,7 +192,7 @@ class _Live:
             facts={
                 "runs": f"{len(self.finished)} of {len(self.cells)} finished",
                 "steps": f"{steps:,} of {total:,}",
-                "time": hours(time.monotonic() - self.began),
+                "time": format_duration(time.monotonic() - self.began),
                 **({"command": self.command} if self.command else {}),
             },
             tables=self.tables,

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.small import content_of, files_below, flip_flop, of_flip_flop, sets
+from tests.experiments.small import content_of, files_below, flip_flop, grid_of, of_flip_flop, sets
 from tra.errors import RunError
 from tra.experiments import Experiment, Request, Tuning, sweep
-from tra.experiments.base import Cell
-from tra.experiments.cost import COST
+from tra.experiments.cells import Cell
 from tra.experiments.demo import DEMO
 from tra.experiments.figure1 import FIGURE1
 from tra.progress import shown
@@ -268,7 +267,7 @@ def test_a_tuning_that_was_begun_here_does_not_matter_where_another_is_joined(
 @pytest.mark.usefixtures("run_here")
 def test_a_run_that_failed_here_and_is_finished_elsewhere_is_no_failure(tmp_path: Path, stored: Path) -> None:
     folder = tmp_path / "two"
-    (cell,) = of_flip_flop().cells(folder, "smoke", 1, of_flip_flop().chosen_rows(["tra"]))
+    (cell,) = grid_of(of_flip_flop(), folder, attention=["tra"]).cells()
     cell.run.record_failure("out of memory")
     outcome = of_flip_flop().perform(Request(folder, "smoke", join=[stored]))
     assert (outcome.failures, outcome.content["finished"]) == ({}, 2)
@@ -333,5 +332,3 @@ def test_what_needs_a_model_says_so(tmp_path: Path) -> None:
             with pytest.raises(RunError, match="attention is drawn from runs that are here, and there is none"):
                 experiment.perform(request)
         shutil.rmtree(tmp_path / "one")
-    with pytest.raises(ValueError, match="join must not be given for cost"):
-        COST.perform(Request(tmp_path / "cost", "smoke", join=[tmp_path / "results.json"]))

@@ -185,11 +185,11 @@ def _tuning(report: Report) -> str:
     return _facts(report.tuning) + "".join(map(table_html, report.tuning_tables)) + runs
 
 
-def hours(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time as it is read.
 
     Example:
-        >>> hours(42.0), hours(1800.0), hours(9000.0)
+        >>> format_duration(42.0), format_duration(1800.0), format_duration(9000.0)
         ('42 s', '30 min', '2.5 h')
     """
     if seconds < 120:
@@ -197,7 +197,7 @@ def hours(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def machine(environment: Mapping[str, Any]) -> str:
+def describe_machine(environment: Mapping[str, Any]) -> str:
     """Where something ran, in a line."""
     devices = ", ".join(environment.get("accelerators") or ()) or f"{environment.get('threads')} threads"
     return (

@@ -1,0 +1,151 @@
+"""Results of the same experiment from elsewhere, beside those of the runs that are here."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tra.experiments.cells import Place, RunKey
+from tra.experiments.grid import Grid
+from tra.experiments.results import FailureKey, Results, Session, TuningKey
+from tra.experiments.tuning import Evidence
+from tra.progress import say
+from tra.recipes import Recipe
+from tra.report.records import Record
+
+
+def read_results(paths: Sequence[Path], grid: Grid) -> Results:
+    """What these `results.json` hold of a grid. A run that is in several of them counts as in the first.
+
+    A ValueError says which file is of something else, and why.
+    """
+    found, more_seeds = Results(), set()
+    for path in paths:
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            more_seeds |= _take(stored, grid, found)
+        except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"join must name results of this experiment, but {path} differs: {reason}") from error
+    if more_seeds:
+        say(f"what is joined has more seeds than are shown; --seeds {max(more_seeds) + 1} takes them in")
+    return found
+
+
+def merge_results(here: Results, elsewhere: Results, grid: Grid) -> Results:
+    """As one experiment with this grid would have them. Of a run that is in both, that which is here counts."""
+    records = elsewhere.records | here.records
+    places = {key.place for key in records}
+    not_known = {
+        key: reason
+        for key, reason in elsewhere.failures.items()
+        if (key.place not in places if isinstance(key, TuningKey) else key not in records)
+    }
+    own = {key: reason for key, reason in here.failures.items() if key not in records}
+    return Results(
+        records={key: records[key] for key in grid.keys if key in records},
+        failures=not_known | own,
+        tuning=here.tuning | elsewhere.tuning,
+        sessions=_different([*elsewhere.sessions, *here.sessions]),
+        recipes=elsewhere.recipes | here.recipes,
+    )
+
+
+def _different(sessions: Sequence[Session]) -> list[Session]:
+    """Each once, known by when it began: what was joined before is in the file that is written anew."""
+    return [session for place, session in enumerate(sessions) if session not in sessions[:place]]
+
+
+def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
+    """Add what a file holds; returns the seeds that it has beyond those of the grid."""
+    rows = {row.label: row for row in grid.rows}
+    recipes: dict[Place, Recipe] = {}
+    records: dict[RunKey, list[Record]] = {}
+    more_seeds = set()
+    for entry in stored["results"]:
+        place, seed = Place(entry["column"], entry["attention"]), entry["seed"]
+        if place.column not in grid.columns or place.row not in rows:
+            continue
+        if seed not in range(grid.seeds):
+            more_seeds.add(seed)
+            continue
+        if place not in recipes:
+            _check_column(stored["recipes"][place.column], grid, place.column)
+            recipes[place] = rows[place.row].recipe(grid.columns[place.column], 0)
+        recipe = recipes[place]
+        settings = {"learning_rate": entry["learning_rate"], "options": entry["options"]}
+        _check_settings(settings, recipe, _tuned_fields(grid, place.row), str(place))
+        task = recipe.build_task()
+        result = task.measure.from_dict(entry)
+        record = Record(*place, seed, recipe.length, task.unit, result, entry["tuned"], settings)
+        records.setdefault(RunKey(*place, seed), []).append(record)
+    if not records:
+        raise ValueError("it has none of the columns, rows and seeds that are asked for")
+    for place in recipes:
+        if grid.tunes(place.row):
+            _take_evidence(Evidence.from_dict(stored["tuning"][str(place)]), place, grid, found)
+    for key, of_run in records.items():
+        if key not in found.records:
+            found.records[key] = of_run
+            found.recipes[key.column] = _recipe(stored["recipes"][key.column])
+    found.sessions += map(Session.from_dict, stored["sessions"])
+    asked: list[FailureKey] = [*grid.keys, *(TuningKey(*place) for place in grid.places)]
+    labels = {str(key): key for key in asked}
+    found.failures |= {labels[label]: why for label, why in stored["failures"].items() if label in labels}
+    return more_seeds
+
+
+def _recipe(stored: Mapping[str, Any]) -> Recipe:
+    return Recipe.from_json(json.dumps(stored))
+
+
+def _tuned_fields(grid: Grid, row: str) -> set[str]:
+    return set(grid.tuning.grid) if grid.tuning is not None and grid.tunes(row) else set()
+
+
+def _check_column(stored: Mapping[str, Any], grid: Grid, column: str) -> None:
+    """Raise a ValueError unless the recipe that is stored for a column is that of one of our rows."""
+    theirs = _recipe(stored)
+    different: list[str] = []
+    for row in grid.every_row:
+        ours = row.recipe(grid.columns[column], theirs.seed)
+        free = {
+            ".".join(name.split(".")[: 2 if name.startswith("model.") else 1])
+            for name in _tuned_fields(grid, row.label)
+        }
+        differences = {name: pair for name, pair in theirs.differences(ours).items() if name not in free}
+        # What the mechanism is, and its options, is compared result by result.
+        differences = {name: pair for name, pair in differences.items() if not name.startswith("model.attention")}
+        if not differences:
+            return
+        name, (found, expected) = next(iter(differences.items()))
+        different.append(f"{name} of {column} is {found!r} there and {expected!r} here")
+    raise ValueError(different[0])
+
+
+def _check_settings(settings: Mapping[str, Any], recipe: Recipe, tuned: set[str], what: str) -> None:
+    """Raise a ValueError unless a result has the settings of its row, but for those that tuning chose."""
+    rate, options = settings["learning_rate"], settings["options"]
+    if "learning_rate" not in tuned and rate != recipe.learning_rate:
+        raise ValueError(f"learning_rate of {what} is {rate!r} there and {recipe.learning_rate!r} here")
+    for name in {**options, **recipe.model.attention_options}:
+        found, expected = (values.get(name) for values in (options, recipe.model.attention_options))
+        if found != expected and f"model.attention_options.{name}" not in tuned:
+            raise ValueError(f"{name} of {what} is {found!r} there and {expected!r} here")
+
+
+def _take_evidence(theirs: Evidence, place: Place, grid: Grid, found: Results) -> None:
+    """Add how a column and row were tuned, which must be how they are tuned here and by the other files."""
+    ours, tuned_on = grid.tuning, grid.tuned_on(place)
+    assert ours is not None
+    for what, stored, expected in (
+        ("seeds of tuning", theirs.seeds, list(ours.seeds)),
+        ("rounds of tuning", [part.share_of_steps for part in theirs.rounds], [share for share, _ in ours.rounds]),
+        ("column of tuning", theirs.column, tuned_on.column),
+        ("what was tuned", sorted(theirs.chosen or ()), sorted(ours.grid)),
+    ):
+        if stored != expected:
+            raise ValueError(f"{what} of {place} is {stored!r} there and {expected!r} here")
+    known = found.tuning.setdefault(tuned_on, theirs)
+    if known.chosen != theirs.chosen:
+        raise ValueError(f"tuning of {place} chose {theirs.chosen} there and {known.chosen} in a file before it")

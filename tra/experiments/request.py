@@ -1,0 +1,98 @@
+"""What is asked of an experiment: one object for the command, for Python and for clusters."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+
+from tra.experiments.cluster import CLUSTERS
+from tra.lookup import lookup
+from tra.report.figures import FORMATS, styled
+
+
+class Shard(NamedTuple):
+    """A machine's part of the runs, of how many."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    @classmethod
+    def from_text(cls, text: str) -> "Shard":
+        number, _, of = text.partition("/")
+        if not (number.isdecimal() and of.isdecimal()):
+            raise ValueError(f"must be i/n with 1 <= i <= n, got {text!r}")
+        return cls(int(number), int(of))
+
+
+WHOLE = Shard(1, 1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an experiment, besides what it says itself. The command has an option for each field."""
+
+    folder: Annotated[Path | None, tyro.conf.arg(name="output")] = None
+    """Folder to work in; runs/NAME-SCALE by default."""
+    scale: str | None = None
+    """smoke (seconds), small (two cores, hours) or paper (GPUs), or whatever scales a file has; small by default."""
+    seeds: int | None = None
+    """Runs of each kind, with seeds 0, 1, ...; as many as the experiment says by default."""
+    attention: tuple[str, ...] = ()
+    """Rows or mechanisms; all of the experiment by default."""
+    columns: tuple[str, ...] = ()
+    """Columns, tasks say, to run and to show; all of the experiment by default."""
+    jobs: int = 1
+    """Runs at the same time, each with its part of the threads (or a GPU of its own)."""
+    shard: Shard = WHOLE
+    """This machine's part of the runs, e.g. 2/3, where several machines share the folder."""
+    train: bool = True
+    """--no-train makes tables and figures from what is stored, without training."""
+    figures: tuple[str, ...] = ("png",)
+    """Formats of figures: png, svg, pdf."""
+    style: str | None = None
+    """A style sheet of matplotlib, by name or path."""
+    join: tuple[Path, ...] = ()
+    """Files results.json of the same experiment, or of columns that it shares with another, from machines that do not
+    share the folder, to be shown with the runs that are here; what was tuned and run there is not done again."""
+    cluster: str | None = None
+    """Run every run as a job, through submitit: slurm, or local to try it."""
+    cluster_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the cluster, e.g. partition=gpu,gpus_per_node=1,timeout_min=600."""
+    command: Annotated[str, tyro.conf.Suppress] = ""
+    """What to write down as the way to repeat it."""
+
+    def __post_init__(self) -> None:
+        for name, value in {
+            "folder": None if self.folder is None else Path(self.folder),
+            "attention": _several(self.attention),
+            "columns": _several(self.columns),
+            "figures": _several(self.figures),
+            "join": tuple(map(Path, _several(self.join))),
+            "shard": Shard(*self.shard),
+            "cluster_options": dict(self.cluster_options),
+        }.items():
+            object.__setattr__(self, name, value)
+        for name in ("seeds", "jobs"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        if not 1 <= self.shard.number <= self.shard.of:
+            raise ValueError(f"shard must be i/n with 1 <= i <= n, got {self.shard}")
+        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"output must be a folder, but {self.folder} is a file")
+        for kind in self.figures:
+            lookup(dict.fromkeys(FORMATS), kind, "figures")
+        if self.cluster is not None:
+            lookup(dict.fromkeys(CLUSTERS), self.cluster, "cluster")
+        with styled(self.style):
+            pass  # a wrong one is found before anything is trained
+
+
+def _several(values: Any) -> tuple[Any, ...]:
+    """One or many, as callers from Python may write them."""
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, (str, Mapping)) else (values,)
