@@ -22,7 +22,7 @@ import pytest
 
 from tests.pages import PAGES, ROOT, blocks, fences
 from tra.cli import COMMANDS
-from tra.cli.options import parse, value_of
+from tra.cli.parsing import given_options, parse
 from tra.recipes import build_recipe
 
 EXAMPLES = [(page, code) for page in PAGES for code in blocks(page, "python")]
@@ -76,8 +76,8 @@ def test_shell_examples_are_commands_with_options_that_exist(page: Path) -> None
             if command == "train" and "--resume" in rest:
                 parse(module.Resume, rest, command)
             elif command == "train":
-                recipe = build_recipe(rest[0], value_of(rest, "--model.attention"))
-                parse(module.Train, rest[1:], command, module.Train(recipe=recipe))
+                recipe = build_recipe(rest[0], given_options(rest).get("--model.attention", [None])[-1])
+                parse(module.Train, rest[1:], command, module.Train(recipe=module.Draft.of(recipe)))
             else:
                 parse(getattr(module, command.capitalize()), rest, command)
 

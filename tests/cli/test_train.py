@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.calling import Captured, fails, help_of, shows
 from tra.recipes import RECIPES, Recipe, RecipeOf, build_recipe
-from tra.runs import Run, load_run
+from tra.runs import Run, load_run, train
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> Recipe:
     """The recipe that a command would train."""
     given: list[Recipe] = []
-    monkeypatch.setattr("tra.runs.train", lambda recipe, folder, track=(): given.append(recipe))
+    monkeypatch.setattr("tra.runs.train", lambda recipe, folder, **_: given.append(recipe))
     shows(["train", *arguments], capsys)
     (recipe,) = given
     return recipe
@@ -91,6 +91,38 @@ def test_options_of_the_recipes_own_mechanism_are_kept(monkeypatch: pytest.Monke
     assert recipe.model.attention_options == {"qk_norm": False, "theta": 100.0}
 
 
+def test_options_given_several_times_and_in_several_spellings_are_all_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    words = ["copy-unique-small", "--task-options", "alphabet=30", "--steps", "3", "--task_options=mixed=false"]
+    recipe = recipe_of(words, monkeypatch, capsys)
+    assert recipe.task_options == {"alphabet": 30, "mixed": False}
+
+
+def test_a_recipe_is_checked_once_as_it_is_and_once_as_it_is_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    checked: list[int] = []
+    check = Recipe.__post_init__
+    monkeypatch.setattr(Recipe, "__post_init__", lambda recipe: (checked.append(recipe.steps), check(recipe))[1])
+    recipe_of(["copy-unique-small", "--steps", "7"], monkeypatch, capsys)
+    assert checked == [1500, 7]
+
+
+def test_from_python_a_folder_is_refused_as_the_command_refuses_it(finished_run: Path, tiny_recipe: RecipeOf) -> None:
+    before = sorted(finished_run.rglob("*"))
+    recipe = load_run(finished_run).recipe
+    with pytest.raises(ValueError, match="holds this run, finished: measure it"):
+        train(recipe, finished_run, resume=False)
+    with pytest.raises(ValueError, match="finished after 4 steps: it cannot be extended"):
+        train(replace(recipe, steps=9), finished_run, resume=False)
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=r"holds a run of another recipe, with other values of batch \(4, now 8\)"):
+            train(replace(recipe, batch=8), finished_run, resume=resume)
+    assert train(recipe, finished_run).results == load_run(finished_run).results
+    assert sorted(finished_run.rglob("*")) == before
+
+
 def test_another_task_keeps_the_options_that_it_has(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     recipe = recipe_of(["copy-unique-small", "--task", "copy_repeat"], monkeypatch, capsys)
     assert (recipe.task, recipe.task_options) == ("copy_repeat", {"alphabet": 40})
@@ -155,10 +187,10 @@ def test_a_folder_with_another_recipe_says_which_fields_differ(
 def test_a_finished_run_is_not_extended(finished_run: Path, tiny_recipe: RecipeOf, capsys: Captured) -> None:
     arguments = ["train", "flip-flop-small", "--output", str(finished_run)]
     error = fails([*arguments, "--steps", "9"], capsys)
-    assert error.startswith(f"output {finished_run} holds this run, finished after 4 steps: it cannot be extended")
+    assert error.startswith(f"folder {finished_run} holds this run, finished after 4 steps: it cannot be extended")
     assert error.endswith("train for 9 steps in another folder, with --output")
     error = fails(arguments, capsys)
-    assert error == f"output {finished_run} holds this run, finished: measure it by tra evaluate {finished_run}"
+    assert error == f"folder {finished_run} holds this run, finished: measure it by tra evaluate {finished_run}"
     assert shows(["train", "--resume", str(finished_run)], capsys).splitlines()[-1] == str(finished_run)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.text.reading import ODD
-from tra.cli.options import option_names
+from tra.cli.parsing import option_names
 
 FACTOR = int(os.environ.get("FUZZ_FACTOR", "0"))
 """Times the inputs of `make test` that `make fuzz` tries; 0 in `make test`."""

@@ -11,7 +11,7 @@ from tra.experiments.table1 import PAPER
 from tra.model import Decoder
 from tra.recipes import build_recipe
 from tra.runs import train
-from tra.runs.training import summed_loss
+from tra.runs.step import summed_loss
 from tra.tasks import Batch
 
 

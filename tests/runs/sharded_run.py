@@ -7,7 +7,7 @@ import sys
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-import tra.runs.training
+import tra.runs.step
 from tra import Decoder
 from tra.errors import Interrupted
 from tra.runs import load_run, train
@@ -18,7 +18,7 @@ def main(folder: str, last: int) -> None:
     begun = load_run(folder)
     recipe = begun.recipe
     pieces = recipe.accumulate * (last - begun.step)
-    summed_loss = tra.runs.training.summed_loss
+    summed_loss = tra.runs.step.summed_loss
 
     def observed(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         nonlocal pieces
@@ -29,7 +29,7 @@ def main(folder: str, last: int) -> None:
         assert all(2 * parameter.to_local().numel() == parameter.numel() for parameter in model.parameters())
         return summed_loss(model, batch)
 
-    tra.runs.training.summed_loss = observed
+    tra.runs.step.summed_loss = observed
     try:
         run = train(recipe, folder)
     except Interrupted:

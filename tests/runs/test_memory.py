@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.runs.tiny import TINY
-from tra.runs import train, training
+from tra.cli import main
+from tra.runs import train
 from tra.runs.memory import M_MMAP_THRESHOLD, REUSED
 
 FAULTS = """
@@ -48,11 +49,34 @@ def allocator_is_set() -> bool:
     return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, REUSED))
 
 
-def test_training_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(training, "reuse_memory", lambda: asked.append(True))
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What glibc's allocator is asked for."""
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        def mallopt(self, name: int, value: int) -> int:
+            asked.append((name, value))
+            return 1
+
+    monkeypatch.setattr("tra.runs.memory.ctypes.CDLL", lambda _: Library())
+    for name in [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]:
+        monkeypatch.delenv(name)
+    return asked
+
+
+def test_training_from_python_leaves_the_allocator_alone(tmp_path: Path, settings: list[tuple[int, int]]) -> None:
     train(TINY, tmp_path)
-    assert asked == [True]
+    assert settings == []
+
+
+@pytest.mark.parametrize("words, changes", [((), True), (("--no-reuse-memory",), False)])
+def test_the_command_lets_it_keep_memory_unless_told_not_to(
+    words: tuple[str, ...], changes: bool, tmp_path: Path, settings: list[tuple[int, int]]
+) -> None:
+    run = train(TINY, tmp_path)
+    assert main(["train", "--resume", str(run.folder), *words]) == 0
+    assert (M_MMAP_THRESHOLD in dict(settings)) == changes
 
 
 @pytest.mark.skipif(not allocator_is_set(), reason=NEEDED)

@@ -24,7 +24,7 @@ from tra.recipes import Evaluation, Recipe
 from tra.runs import evaluate, load_run, train
 from tra.runs.batches import training_batches
 from tra.runs.evaluation import measure
-from tra.runs.training import summed_loss
+from tra.runs.step import summed_loss
 from tra.tasks import Batch
 from tra.text import Source, Text
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-import tra.runs.training
+import tra.runs.step
 from tests.runs.tiny import TINY, checkpoints, weights
 from tra.errors import RunError
 from tra.model import Block, Decoder
@@ -117,8 +117,8 @@ def test_non_finite_loss_stops_and_names_step_and_checkpoint(tmp_path: Path, mon
         loss = original(model, batch)
         return loss * math.nan if len(calls) == 7 else loss
 
-    original = tra.runs.training.summed_loss
-    monkeypatch.setattr(tra.runs.training, "summed_loss", poisoned)
+    original = tra.runs.step.summed_loss
+    monkeypatch.setattr(tra.runs.step, "summed_loss", poisoned)
     with pytest.raises(RunError, match=r"the loss is nan at step 7; the last good checkpoint is .*step-00000004"):
         train(TINY, folder)
     assert checkpoints(folder) == [4]
@@ -126,7 +126,7 @@ def test_non_finite_loss_stops_and_names_step_and_checkpoint(tmp_path: Path, mon
 
 def test_non_finite_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss may be finite and its gradient not."""
-    original, calls = tra.runs.training.summed_loss, []
+    original, calls = tra.runs.step.summed_loss, []
 
     def poisoned(model: torch.nn.Module, batch: object) -> torch.Tensor:
         calls.append(1)
@@ -135,7 +135,7 @@ def test_non_finite_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
 
-    monkeypatch.setattr(tra.runs.training, "summed_loss", poisoned)
+    monkeypatch.setattr(tra.runs.step, "summed_loss", poisoned)
     with pytest.raises(RunError, match=r"the gradient norm is (nan|inf) at step 8; the last good .*step-00000004"):
         train(TINY, tmp_path / "run")
     assert checkpoints(tmp_path / "run") == [4]

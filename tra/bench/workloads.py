@@ -15,6 +15,9 @@ from tra.attention import Cache
 from tra.bench.timing import Work
 from tra.model import Decoder, DecoderConfig
 from tra.ops import threshold_relative_attention
+from tra.runs.distributed import make_accelerator
+from tra.runs.step import TrainingStep
+from tra.tasks import Batch
 
 WIDTH = 64
 """Of a head."""
@@ -92,19 +95,10 @@ def next_token(model: Decoder, cache: list[Cache], token: Tensor) -> Work:
     return work
 
 
-def training_step(config: DecoderConfig, batch: int, length: int, device: str = "cpu") -> Work:
-    """A whole step of training on random tokens: forward, loss, backward, optimiser."""
+def training_step(config: DecoderConfig, batch: int, length: int, device: str = "cpu", precision: str = "no") -> Work:
+    """A step of training as `tra train` takes it, on random tokens that all count."""
     torch.manual_seed(0)
-    model = Decoder(config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(config.vocabulary, (batch, length + 1)).to(device)
-
-    def work() -> None:
-        logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if device != "cpu":
-            torch.accelerator.synchronize()
-
-    return work
+    step = TrainingStep(Decoder(config), make_accelerator(precision, device=device))
+    tokens = torch.randint(config.vocabulary, (batch, length + 1))
+    random = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)).to(step.accelerator.device)
+    return lambda: step(random, batch * length)

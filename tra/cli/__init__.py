@@ -4,9 +4,10 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
-from tra.cli.options import plugins_in
+from tra.cli.parsing import given_options, listed
 from tra.errors import RunError, not_installed
 from tra.lookup import lookup
 from tra.version import __version__
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _check_encoding(arguments)
         lookup(COMMANDS, arguments[0], "command")
-        load_plugins(plugins_in(arguments))
+        load_plugins(listed(given_options(arguments).get("--plugin", ())))
         # Each imports what it needs itself: a misspelt command should not wait for the training stack.
         return importlib.import_module(f"tra.cli.{arguments[0]}").run(arguments[1:])
     except ValueError as error:
@@ -78,7 +79,7 @@ def _is_lack_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
 
-def load_plugins(names: list[str]) -> None:
+def load_plugins(names: Sequence[str]) -> None:
     """Load what --plugin names; a module may lie in the current folder."""
     from tra import plugins
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tra.cli.options import Common, on_console, parse
+from tra.cli.parsing import Common, on_console, parse
 
 if TYPE_CHECKING:
     from tra.bench.cases import Case

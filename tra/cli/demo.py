@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tra.cli.options import Common, on_console, parse
+from tra.cli.parsing import Common, on_console, parse
 
 
 @dataclass(frozen=True)

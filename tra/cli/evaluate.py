@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from tra.cli.options import Common, on_console, parse
+from tra.cli.parsing import Common, on_console, parse
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from tra.cli.options import Common, parse
+from tra.cli.parsing import Common, parse
 
 
 @dataclass(frozen=True)

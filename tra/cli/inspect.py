@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from tra.cli.options import Common, parse
+from tra.cli.parsing import Common, parse
 from tra.cli.texts import or_file
 
 PAGE = "explorer.html"

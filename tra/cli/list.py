@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tra.cli.options import Common, parse
+from tra.cli.parsing import Common, parse
 from tra.options import Option, written
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from tra.cli.options import Common, on_console, parse
+from tra.cli.parsing import Common, on_console, parse
 from tra.errors import Interrupted
 from tra.experiments import Request, load_experiment
 

@@ -1,15 +1,15 @@
 """`tra train`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from tra import plugins
 from tra.cli import is_first_process
 from tra.cli.list import outline
-from tra.cli.options import Common, merged, on_console, option_names, parse, value_of
+from tra.cli.parsing import Common, given_options, on_console, option_names, parse, settings
 from tra.errors import Interrupted
 from tra.recipes import RECIPES, Recipe, build_recipe
 from tra.tasks import TASKS, task_options
@@ -33,47 +33,71 @@ recipes:
 
 
 @dataclass(frozen=True)
-class Train(Common):
+class Draft(Recipe):
+    """A recipe while options change it, which is checked when it is whole."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Draft":
+        return cls(**_values(recipe))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Common):
+    """What can be said of a run whether it begins or goes on."""
+
+    track: tuple[str, ...] = ()
+    """Trackers to tell the metrics too, whichever accelerate knows: tensorboard, wandb, trackio, ..."""
+    reuse_memory: bool = True
+    """On a CPU, let the allocator keep freed memory for the next step."""
+
+
+@dataclass(frozen=True)
+class Train(Settings):
     """Train a recipe, measure it and store what was found. Options override what the recipe says.
 
     --model.options is short for --model.attention-options.
     """
 
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    recipe: Annotated[Draft, tyro.conf.arg(name="")]
     output: Path | None = None
     """Run folder; runs/RECIPE-ATTENTION-SEED by default."""
-    track: tuple[str, ...] = ()
-    """Trackers to tell the metrics too, whichever accelerate knows: tensorboard, wandb, trackio, ..."""
 
 
 @dataclass(frozen=True)
-class Resume(Common):
+class Resume(Settings):
     """Go on with an interrupted run."""
 
     resume: Path
     """The run folder."""
-    track: tuple[str, ...] = ()
-    """Trackers to tell the metrics too."""
 
 
 def run(arguments: list[str]) -> int:
+    given = given_options(arguments)
     recipes = plugins.every("RECIPES", RECIPES)
     options: Train | Resume
     if arguments and not arguments[0].startswith("-"):
-        options, recipe, folder = _recipe(arguments[0], arguments[1:])
-    elif any(argument.split("=")[0] == "--resume" for argument in arguments):
-        options, recipe, folder = _resume(arguments)
-    elif {"-h", "--help"} & set(arguments):
+        options, recipe = _recipe(arguments[0], arguments[1:], given)
+        folder = options.output or Path("runs") / recipe.folder_name
+    elif "--resume" in given:
+        options, recipe = _resume(arguments, given)
+        folder = options.resume
+    elif {"-h", "--help"} & given.keys():
         print(USAGE + "\n".join(f"  {name:<22} {outline(make)}" for name, make in recipes.items()))
         return 0
     else:
         raise ValueError(f"recipe, before all options, or --resume RUN must be given; recipes: {', '.join(recipes)}")
 
     from tra.runs import train
+    from tra.runs.memory import reuse_memory
 
+    if options.reuse_memory:
+        reuse_memory()
     with on_console():
         try:
-            train(recipe, folder, track=options.track)
+            train(recipe, folder, track=options.track, resume=isinstance(options, Resume))
         except Interrupted as stop:
             again = " ".join(["tra train --resume", str(folder), *options.plugin_words])
             raise Interrupted(f"{stop}; go on with: {again}") from None
@@ -82,50 +106,35 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _recipe(name: str, arguments: list[str]) -> tuple[Train, Recipe, Path]:
-    usual = build_recipe(name, value_of(arguments, "--model.attention"))
-    arguments = merged(arguments, "--task-options", _kept_options(usual, value_of(arguments, "--task")))
-    arguments = merged(arguments, "--model.attention-options", usual.model.attention_options)
-    # Evaluations follow the length, which must be known first: those of the recipe may not suit other options.
-    options = parse(Train, arguments, f"train {name}", Train(recipe=replace(usual, evaluations=())))
-    recipe = options.recipe.measured_like(usual)
-    folder = options.output or Path("runs") / recipe.folder_name
-    if is_first_process():
-        _check_free(folder, recipe)
-    return options, recipe, folder
+def _recipe(name: str, arguments: list[str], given: dict[str, list[str]]) -> tuple[Train, Recipe]:
+    """The options of a command, and the recipe as they change it."""
+    mechanisms = given.get("--model.attention", [])
+    usual = build_recipe(name, mechanisms[-1] if mechanisms else None)
+    options = parse(Train, arguments, f"train {name}", Train(recipe=Draft.of(usual)))
+    changed = options.recipe
+    own_task, own_mechanism = (
+        settings(given.get(option, ())) for option in ("--task-options", "--model.attention-options")
+    )
+    changed = replace(
+        changed,
+        model=replace(changed.model, attention_options={**usual.model.attention_options, **own_mechanism}),
+        task_options={**_kept_options(usual, changed.task), **own_task},
+    )
+    return options, Recipe(**{**_values(changed), "evaluations": changed.rescaled_evaluations(usual)})
 
 
-def _kept_options(usual: Recipe, task: str | None) -> dict[str, object]:
+def _values(recipe: Recipe) -> dict[str, Any]:
+    return {entry.name: getattr(recipe, entry.name) for entry in fields(Recipe)}
+
+
+def _kept_options(usual: Recipe, task: str) -> dict[str, Any]:
     """The recipe's task options, of which another task keeps those that it has too."""
-    if task is None:
-        return usual.task_options
     known = task_options(plugins.find("TASKS", TASKS, task, "task"))
-    return {name: value for name, value in usual.task_options.items() if name in known}
+    return {name: value for name, value in usual.task_options.items() if task == usual.task or name in known}
 
 
-def _check_free(folder: Path, recipe: Recipe) -> None:
-    """Refuse a folder that holds a run already, and say how to go on."""
-    from tra.runs import Run
-
-    run = Run(folder)
-    if not run.exists:
-        return
-    finished = run.finished(run.recipe) is not None
-    differ = run.recipe.differences(recipe)
-    if finished and set(differ) == {"steps"}:
-        raise ValueError(
-            f"output {folder} holds this run, finished after {run.recipe.steps} steps: it cannot be extended, because "
-            f"its learning rate has come to its end; train for {recipe.steps} steps in another folder, with --output"
-        )
-    run.check_recipe(recipe)
-    if finished:
-        raise ValueError(f"output {folder} holds this run, finished: measure it by tra evaluate {folder}")
-    raise ValueError(f"output {folder} already holds this run: go on with it by tra train --resume {folder}")
-
-
-def _resume(arguments: list[str]) -> tuple[Resume, Recipe, Path]:
-    for argument in arguments:
-        name = argument.partition("=")[0]
+def _resume(arguments: list[str], given: dict[str, list[str]]) -> tuple[Resume, Recipe]:
+    for name in given:
         if name in option_names(Train) and name not in option_names(Resume):
             raise ValueError(
                 f"{name} must not be given with --resume: a run goes on as it began; train another elsewhere"
@@ -133,4 +142,4 @@ def _resume(arguments: list[str]) -> tuple[Resume, Recipe, Path]:
     options = parse(Resume, arguments, "train")
     from tra.runs import load_run
 
-    return options, load_run(options.resume).recipe, options.resume
+    return options, load_run(options.resume).recipe

@@ -16,6 +16,7 @@ from tra.lookup import lookup
 from tra.options import among
 from tra.progress import progress, say
 from tra.recipes import Recipe
+from tra.runs.memory import reuse_memory
 
 CLUSTERS = ("slurm", "local")
 SECONDS_BETWEEN_LOOKS = 2.0
@@ -36,6 +37,7 @@ class Job:
             plugins.add_folder(folder)
         for name in self.needed:
             plugins.load(name)
+        reuse_memory()
         run_cell(Cell(self.column, self.row, Recipe.from_json(self.recipe), Path(self.folder)))
 
     def checkpoint(self) -> Any:

@@ -23,6 +23,7 @@ from tra.experiments.cells import Cell
 from tra.progress import progress, say
 from tra.runs import train
 from tra.runs.folder import DIVERGED
+from tra.runs.memory import reuse_memory
 
 SECONDS_BETWEEN_LOOKS = 0.5
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -173,6 +174,7 @@ def _work(cell: Cell, threads: int, device: str, needed: Sequence[str]) -> None:
     torch.set_num_threads(threads)
     if device:
         os.environ[VISIBLE] = device  # read when CUDA is first used, which is later
+    reuse_memory()
     for name in needed:
         plugins.load(name)
     try:

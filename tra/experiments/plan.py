@@ -2,11 +2,11 @@
 
 import math
 import time
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
+from tra.bench.workloads import training_step
 from tra.environment import best_device
 from tra.experiments.cells import Cell
 from tra.experiments.experiment import Experiment
@@ -17,8 +17,6 @@ from tra.model import Decoder, DecoderConfig
 from tra.progress import progress
 from tra.recipes import Recipe
 from tra.report.tables import Table
-from tra.runs.training import summed_loss
-from tra.tasks import Batch
 
 TOKENS = 1024
 """Of a measured step, about: the time of larger ones is taken to be in proportion."""
@@ -113,25 +111,14 @@ def a40_seconds(recipe: Recipe) -> float:
 
 
 def tokens_per_second(recipe: Recipe, tokens: int) -> float:
-    """Of training steps on random tokens: forward, loss, backward and optimiser."""
+    """Of training steps on random tokens."""
     rows = min(recipe.batch, max(1, TOKENS // tokens))
-    device = best_device()
     with torch.random.fork_rng():
-        model = Decoder(replace(recipe.model)).to(device).train()
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        batch = Batch(
-            torch.randint(recipe.model.vocabulary, (rows, tokens)), torch.ones(rows, tokens, dtype=torch.bool)
-        ).to(device)
+        step = training_step(recipe.model, rows, tokens, best_device().type, recipe.precision)
         times = []
         for _ in range(STEPS + 1):
             began = time.perf_counter()
-            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
-                loss = summed_loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
+            step()
             times.append(time.perf_counter() - began)
     return rows * tokens / min(times[1:])  # the first allocates
 

@@ -108,8 +108,12 @@ class Recipe:
 
     def measured_like(self, other: "Recipe") -> "Recipe":
         """With the evaluations of a recipe of another training length, at as many times this one's."""
+        return replace(self, evaluations=self.rescaled_evaluations(other))
+
+    def rescaled_evaluations(self, other: "Recipe") -> tuple[Evaluation, ...]:
+        """Those of a recipe of another training length, at as many times this one's."""
         task, factor = self.build_task(), Fraction(self.length, other.length)
-        return replace(self, evaluations=tuple(task.rescaled(entry, factor) for entry in other.evaluations))
+        return tuple(task.rescaled(entry, factor) for entry in other.evaluations)
 
     def changed(self, changes: Mapping[str, Any]) -> "Recipe":
         """The recipe with other values of fields; those of the model have names such as ``model.width``, and single

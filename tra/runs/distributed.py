@@ -13,22 +13,26 @@ from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_li
 from tra.lookup import lookup
 from tra.model import Block
 from tra.progress import hidden
-from tra.recipes import Recipe
 
 TRACKERS = tuple(sorted(LOGGER_TYPE_TO_CLASS))
 """The names of the trackers that accelerate knows."""
 
 
-def make_accelerator(recipe: Recipe, folder: Path, track: Sequence[str] = ()) -> Accelerator:
-    """Accelerate's view of this process: alone, or one of those that torchrun or accelerate launch started."""
+def make_accelerator(
+    precision: str = "no", folder: Path | None = None, track: Sequence[str] = (), device: str | None = None
+) -> Accelerator:
+    """Accelerate's view of this process: alone, or one of those that torchrun or accelerate launch started.
+
+    Trackers write to the folder. The device is the accelerator if there is one, unless "cpu" is asked for.
+    """
     check_trackers(track)
     # Accelerate remembers a process's first run; another recipe may want another precision, and the process group
     # of a finished run is gone.
     AcceleratorState._reset_state(reset_partial_state=True)
     sharding = _sharding() if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision=recipe.precision,
+        cpu=device == "cpu" or not torch.accelerator.is_available(),
+        mixed_precision=precision,
         fsdp_plugin=sharding,
         log_with=list(track) or None,
         project_dir=folder,

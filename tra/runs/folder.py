@@ -126,7 +126,28 @@ class Run:
         """Where pictures of its attention go."""
         return self.folder / INSPECTION
 
-    def check_place(self) -> None:
+    def check_usable(self, recipe: Recipe, resume: bool = True) -> None:
+        """Raise a ValueError unless this recipe can be trained here: in a folder that can be written to and holds no
+        run, or with `resume` one of the same recipe. Nothing is made."""
+        self._check_place()
+        if not self.exists:
+            return
+        finished = not resume and self.finished(self.recipe) is not None
+        if finished and set(self.recipe.differences(recipe)) == {"steps"}:
+            raise ValueError(
+                f"folder {self.folder} holds this run, finished after {self.recipe.steps} steps: it cannot be "
+                "extended, because its learning rate has come to its end; train for "
+                f"{recipe.steps} steps in another folder, with --output"
+            )
+        self.check_recipe(recipe)
+        if finished:
+            raise ValueError(f"folder {self.folder} holds this run, finished: measure it by tra evaluate {self.folder}")
+        if not resume:
+            raise ValueError(
+                f"folder {self.folder} already holds this run: go on with it by tra train --resume {self.folder}"
+            )
+
+    def _check_place(self) -> None:
         """Raise a ValueError where no folder can be, without making one."""
         for place in (self.folder, *self.folder.parents):
             if place.is_dir():
@@ -139,7 +160,7 @@ class Run:
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Hold the folder against other processes."""
-        self.check_place()
+        self._check_place()
         lock = FileLock(self.folder / LOCK, timeout=0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ and memory that is used again instead of being asked for anew."""
 import ctypes
 import os
 
+from tra.environment import best_device
 from tra.model import DecoderConfig
 from tra.tasks import Evaluation
 
@@ -20,8 +21,11 @@ def reuse_memory() -> None:
 
     By itself it gives blocks above 32 MiB back at once, such as the logits of a batch of text, and a step then waits
     for the kernel to clear new pages. Larger ones still go back: kept, they leave holes, and memory doubles. Elsewhere
-    than with glibc nothing happens, nor where the environment sets its allocator.
+    than with glibc nothing happens, nor where the environment sets its allocator or an accelerator computes. It is
+    the whole process that changes, so only a process of our own asks for it: the command, and the runs of a grid.
     """
+    if best_device().type != "cpu":
+        return
     if os.name != "posix" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

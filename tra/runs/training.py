@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from tra.errors import DivergenceError, Interrupted
-from tra.model import UNCOUNTED, Decoder
+from tra.model import Decoder
 from tra.progress import hidden, progress, say
 from tra.recipes import Recipe
 from tra.runs import checkpoint
@@ -23,12 +22,13 @@ from tra.runs.batches import training_batches
 from tra.runs.distributed import agreed, make_accelerator
 from tra.runs.evaluation import measure_all
 from tra.runs.folder import Run
-from tra.runs.memory import check_training, reuse_memory
+from tra.runs.memory import check_training
+from tra.runs.step import TrainingStep
 from tra.tasks import Batch, Task
 from tra.tasks.base import seed_of
 
 
-def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> Run:
+def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = (), resume: bool = True) -> Run:
     """Train a recipe in a run folder, measure it on its evaluations, and store what was found.
 
     A run that was interrupted goes on from its last checkpoint, and one that is finished is not touched. Under
@@ -38,6 +38,7 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
         recipe: what to train.
         folder: the run's folder; see :class:`~tra.runs.Run` for what it will hold.
         track: trackers that accelerate knows, "tensorboard" say, which are told the metrics too.
+        resume: False refuses a folder that holds a run already.
 
     Returns:
         The run, with its ``model`` and ``results``.
@@ -50,7 +51,7 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
         2
     """
     run, task = Run(folder), recipe.build_task()
-    accelerator = make_accelerator(recipe, run.folder, track)
+    accelerator = make_accelerator(recipe.precision, run.folder, track)
     if recipe.batch % (accelerator.num_processes * recipe.accumulate):
         raise ValueError(
             f"batch must be a multiple of processes x accumulate = "
@@ -59,9 +60,9 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = ()) -> R
     if accelerator.device.type == "cpu":
         rows = recipe.batch // (accelerator.num_processes * recipe.accumulate)
         check_training(recipe.model, rows, recipe.length)
-        reuse_memory()
     first = accelerator.is_main_process
-    run.check_place()  # before a text is made ready, which may take long
+    if first:
+        run.check_usable(recipe, resume)  # before a text is made ready, which may take long
     with nullcontext() if first else hidden():
         task.prepare(recipe.model.vocabulary, recipe.length, recipe.evaluations)
         with run.claimed() if first else nullcontext():
@@ -86,14 +87,15 @@ class _Trainer:
         torch.manual_seed(seed_of("weights", recipe.seed))
         self.model = Decoder(recipe.model)
         self.model.checkpoint_blocks = recipe.gradient_checkpointing
-        optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=recipe.learning_rate,
-            betas=(0.9, recipe.beta2),
+        self.step = TrainingStep(
+            self.model,
+            accelerator,
+            learning_rate=recipe.learning_rate,
+            beta2=recipe.beta2,
             weight_decay=recipe.weight_decay,
-            fused=True,
+            clip=recipe.clip,
+            accumulate=recipe.accumulate,
         )
-        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.batch_of_step = training_batches(recipe, task)
         self.saved = 0
 
@@ -117,7 +119,7 @@ class _Trainer:
             self.run.record_environment(first)
         if track:
             accelerator.init_trackers("tra", config=_flat(asdict(recipe)))
-        self.wrapped.train()
+        self.step.model.train()
         with (
             _stop_requested() as stop_requested,
             self.run.logs(first, writes) as (metrics, speed),
@@ -138,8 +140,7 @@ class _Trainer:
                 loss, norm = self._step(step, mine, counted)
                 done = step + 1
                 if done % recipe.log_every == 0 or done == recipe.steps:
-                    rate = self.optimizer.param_groups[0]["lr"]
-                    entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": rate}
+                    entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": self.step.rate}
                     metrics.write(entry)
                     now = time.monotonic()
                     tokens = (done - since) * recipe.batch * mine.tokens.shape[1]
@@ -152,31 +153,16 @@ class _Trainer:
 
     def _step(self, step: int, mine: Batch, counted: int) -> tuple[float, float]:
         """One update; returns the loss over the whole batch and the norm of its gradient."""
-        recipe, accelerator = self.recipe, self.accelerator
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate(step)
+        self.step.rate = self._rate(step)
         # Dropout depends on the step alone, not on what was drawn before it: nothing to save, nothing to restore.
-        torch.manual_seed(seed_of("dropout", recipe.seed, step, accelerator.process_index))
-        total = torch.zeros((), device=accelerator.device)
-        rows = len(mine) // recipe.accumulate
-        for piece in range(recipe.accumulate):
-            last = piece == recipe.accumulate - 1
-            with nullcontext() if last else accelerator.no_sync(self.wrapped):
-                with accelerator.autocast():
-                    summed = summed_loss(self.wrapped, mine[piece * rows : (piece + 1) * rows])
-                # Processes average their gradients; divided so, the average is that of one process with the batch.
-                accelerator.backward(summed * (accelerator.num_processes / counted))
-            total += summed.detach()
-        loss = accelerator.reduce(total, "sum").item() / counted
-        norm = float(accelerator.clip_grad_norm_(self.wrapped.parameters(), recipe.clip))
+        torch.manual_seed(seed_of("dropout", self.recipe.seed, step, self.accelerator.process_index))
+        loss, norm = self.step(mine, counted)
         for name, number in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(number):
                 raise DivergenceError(
                     f"the {name} is {number} at step {step + 1}; {self.run.checkpoints.describe_last()}. "
                     f"A lower learning rate (now {self._rate(step):.3g}) may help"
                 )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         return loss, norm
 
     def _rate(self, step: int) -> float:
@@ -195,7 +181,7 @@ class _Trainer:
         found = checkpoints.latest()
         if found is None:
             return 0
-        checkpoint.restore(found, self.model, self.optimizer.optimizer)
+        checkpoint.restore(found, self.model, self.step.optimizer.optimizer)
         say(
             f"going on from {found.path}" if found.step < self.recipe.steps else f"{self.run.folder} is trained already"
         )
@@ -204,7 +190,7 @@ class _Trainer:
 
     def _save(self, step: int) -> None:
         if step > self.saved:
-            parts = checkpoint.gathered(self.model, self.optimizer.optimizer)
+            parts = checkpoint.gathered(self.model, self.step.optimizer.optimizer)
             if self.accelerator.is_main_process:
                 self.run.checkpoints.save(step, parts, self.recipe.keep_checkpoints)
         self.saved = step
@@ -217,12 +203,6 @@ def schedule(step: int, steps: int, warmup: float) -> float:
     if step < rising:
         return (step + 1) / (rising + 1)
     return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
-
-
-def summed_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy summed over the tokens that count."""
-    targets = batch.tokens[:, 1:].masked_fill(~batch.counted[:, 1:], UNCOUNTED)
-    return model(batch.tokens[:, :-1], targets=targets)
 
 
 def _flat(nested: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -65,28 +65,27 @@ def listed(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
 
 
-def plugins_in(arguments: Sequence[str]) -> list[str]:
-    """The values of --plugin: they are loaded before anything else is understood."""
-    found: list[str] = []
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--plugin="):
-            found.append(argument.partition("=")[2])
-        if argument == "--plugin":
-            for value in arguments[index + 1 :]:
-                if value.startswith("-"):
-                    break
-                found.append(value)
-    return list(listed(found))
+def given_options(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """The options that are given and their values, by their full names; words that belong to none are under "".
 
+    Some must be known before the others can be understood: plug-ins bring names, a mechanism has options.
 
-def value_of(arguments: Sequence[str], option: str) -> str | None:
-    """The value of an option that must be known before the others can be understood."""
-    for index, argument in enumerate(arguments):
-        if argument.startswith(f"{option}="):
-            return argument.partition("=")[2]
-        if argument == option and index + 1 < len(arguments):
-            return arguments[index + 1]
-    return None
+    Example:
+        >>> given_options(["flip-flop", "--model.options", "a=1", "b=2", "--seed=3"])
+        {'': ['flip-flop'], '--model.attention-options': ['a=1', 'b=2'], '--seed': ['3']}
+    """
+    given: dict[str, list[str]] = {"": []}
+    name = ""
+    for argument in map(_without_alias, arguments):
+        if argument.startswith("-"):
+            name, equals, value = argument.partition("=")
+            given.setdefault(name, [])
+            if equals:
+                given[name].append(value)
+                name = ""
+        else:
+            given[name].append(argument)
+    return given
 
 
 def settings(texts: Sequence[str]) -> dict[str, Any]:
@@ -111,28 +110,6 @@ def settings(texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"must be NAME=VALUE, got {text!r}")
         found[name.strip()] = _value(value.strip())
     return found
-
-
-def merged(arguments: Sequence[str], option: str, usual: Mapping[str, Any]) -> list[str]:
-    """The arguments with the settings of an option merged over usual ones, given as JSON, which loses nothing."""
-    kept: list[str] = []
-    given: list[str] = []
-    takes = False
-    for argument in map(_without_alias, arguments):
-        name, equals, value = argument.partition("=")
-        if name.replace("_", "-") == option:
-            takes = not equals
-            given += [value] if equals else []
-        elif takes and not argument.startswith("-"):
-            given.append(argument)
-        else:
-            takes = False
-            kept.append(argument)
-    try:
-        together = {**usual, **settings(given)}
-    except ValueError as error:
-        raise ValueError(f"{option} {error}") from None
-    return [*kept, option, json.dumps(together)] if together else kept
 
 
 def _value(text: str) -> Any:
@@ -223,6 +200,7 @@ def _number(text: str) -> float:
 
 def _without_alias(argument: str) -> str:
     name, equals, value = argument.partition("=")
+    name = name.replace("_", "-") if name.startswith("--") else name
     return ALIASES.get(name, name) + equals + value
 
 

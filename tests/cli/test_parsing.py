@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cli.calling import Captured, fails
-from tra.cli.options import Common, merged, option_names, parse, plugins_in, settings, value_of, written
+from tra.cli.parsing import Common, given_options, option_names, parse, settings, written
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,16 @@ def test_settings_can_be_written_and_read_again(values: dict[str, Any]) -> None:
     assert settings(written(values)) == values
 
 
-def test_settings_are_merged_over_usual_ones_without_loss() -> None:
-    usual = {"train": "a, b=c", "count": "10"}
-    arguments = ["--steps", "3", "--task-options", "count=7", "new=x", "--seed", "4", "--task_options=last=1"]
-    found = merged(arguments, "--task-options", usual)
-    assert found[:-2] == ["--steps", "3", "--seed", "4"]
-    assert found[-2] == "--task-options"
-    assert settings(found[-1:]) == {"train": "a, b=c", "count": 7, "new": "x", "last": 1}
-    assert merged(["--seed", "4"], "--task-options", {}) == ["--seed", "4"]
-    kept = merged(["--seed", "4"], "--task-options", usual)
-    assert settings(kept[-1:]) == usual
-    assert merged(["--model.options", "a=1"], "--model.attention-options", {})[-1] == '{"a": 1}'
-
-
-def test_values_that_are_needed_first_are_found() -> None:
-    assert plugins_in(["--plugin", "a,b", "c", "--seed", "1", "--plugin=d"]) == ["a", "b", "c", "d"]
-    assert value_of(["--x", "1", "--name=y"], "--name") == value_of(["--name", "y"], "--name") == "y"
-    assert value_of(["--names", "y", "--name"], "--name") is None
+def test_options_that_are_needed_first_are_found_in_every_spelling() -> None:
+    words = ["word", "--plugin", "a,b", "c", "--seed", "1", "--plugin=d", "other", "--task_options=last=1", "--name"]
+    assert given_options(words) == {
+        "": ["word", "other"],
+        "--plugin": ["a,b", "c", "d"],
+        "--seed": ["1"],
+        "--task-options": ["last=1"],
+        "--name": [],
+    }
+    assert given_options(["--model.options", "a=1"])["--model.attention-options"] == ["a=1"]
 
 
 def test_the_names_of_options_are_those_that_are_understood() -> None:
