@@ -18,7 +18,7 @@ from tra.attention.base import check_stream
 from tra.attention.options import options_of
 from tra.generation import GREEDY, Reader, Sampling, stream_tokens
 from tra.lookup import lookup
-from tra.options import among, checked_options, mismatch, written
+from tra.signatures import among, checked_options, format_value, mismatch
 
 LARGEST = {"vocabulary": 1 << 32, "layers": 10_000, "heads": 1 << 20, "width": 1 << 20}
 """What a config may ask for: far beyond any model, and little enough that a damaged or hostile one fails at once."""
@@ -80,7 +80,7 @@ class DecoderConfig:
     @property
     def label(self) -> str:
         """Mechanism and options, as a table names them."""
-        return " ".join([self.attention, *(f"{name}={written(x)}" for name, x in self.attention_options.items())])
+        return " ".join([self.attention, *(f"{name}={format_value(x)}" for name, x in self.attention_options.items())])
 
     def new_attention(self, layer: int) -> Attention:
         """The mechanism with its options, for the block of that index."""

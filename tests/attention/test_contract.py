@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tra import Decoder, DecoderConfig
 from tra.attention import MECHANISMS, Attention, Cache, Context, options_of
-from tra.options import checked_options
+from tra.signatures import checked_options
 
 WIDTH, HEADS, LENGTH = 32, 4, 19
 

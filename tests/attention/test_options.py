@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tra.attention import MECHANISMS, Attention, Context, options_of
-from tra.options import checked_options, mismatch, written
+from tra.signatures import checked_options, format_value, mismatch
 
 ROTARY = ["qk_norm", "theta", "scaling", "factor", "trained_length"]
 OPTIONS = {
@@ -171,7 +171,7 @@ def test_values_of_another_type_do_not_match(value: Any, annotation: Any) -> Non
     ],
 )
 def test_values_are_written_as_short_as_they_can_be(value: Any, expected: str) -> None:
-    assert written(value) == expected
+    assert format_value(value) == expected
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cli.calling import Captured, fails
-from tra.cli.parsing import Common, given_options, option_names, parse, settings, written
+from tra.cli.parsing import Common, format_settings, given_options, option_names, parse, settings
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def test_a_setting_is_what_it_says(text: str, value: Any) -> None:
 
 @pytest.mark.parametrize("values", [{"a": 1, "b": 0.5, "c": None, "d": True, "e": "yarn"}, {}])
 def test_settings_can_be_written_and_read_again(values: dict[str, Any]) -> None:
-    assert settings(written(values)) == values
+    assert settings(format_settings(values)) == values
 
 
 def test_options_that_are_needed_first_are_found_in_every_spelling() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed
 
 from tra.runs import Run, evaluate, evaluation
-from tra.runs.distributed import joined
+from tra.runs.distributed import process_group
 
 
 def main(folder: str, place: str) -> None:
@@ -21,7 +21,7 @@ def main(folder: str, place: str) -> None:
         return predict(*arguments)
 
     evaluation._predict = counted
-    with joined():
+    with process_group():
         rank = torch.distributed.get_rank()
         results = evaluate(Run(folder))
     found = {"batches": batches, "results": [result.to_dict() for result in results]}

@@ -3,7 +3,7 @@
 import inspect
 from typing import TYPE_CHECKING
 
-from tra.options import Option, options_in
+from tra.signatures import Option, options_in
 
 if TYPE_CHECKING:
     from tra.attention.base import Attention

@@ -42,14 +42,14 @@ def run(arguments: list[str]) -> int:
     from tra.environment import environment
     from tra.report.tables import results_table
     from tra.runs import evaluate, load_run
-    from tra.runs.distributed import joined
+    from tra.runs.distributed import process_group
 
     found = load_run(options.run)
     given = (options.sets, options.lengths, options.examples is not None, options.data, options.stride, options.options)
     asked = any(given)
     trained = found.recipe.model
     label = replace(trained, attention_options={**trained.attention_options, **options.options}).label
-    with on_console(quiet=options.json), joined() as first:
+    with on_console(quiet=options.json), process_group() as first:
         found.model  # noqa: B018  says at once if there is none
         step, steps = found.step, found.recipe.steps
         if step < steps and first:

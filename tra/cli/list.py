@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tra.cli.parsing import Common, parse
-from tra.options import Option, written
+from tra.signatures import Option, format_value
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _about(make: Callable[..., Any]) -> str:
 
 
 def _options(options: Mapping[str, Option]) -> str:
-    shown = (f"{name}={written(option.default)}" for name, option in options.items())
+    shown = (f"{name}={format_value(option.default)}" for name, option in options.items())
     return f" Options: {', '.join(shown)}." if options else ""
 
 

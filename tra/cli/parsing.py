@@ -124,7 +124,7 @@ def _value(text: str) -> Any:
     return text
 
 
-def written(values: Mapping[str, Any]) -> list[str]:
+def format_settings(values: Mapping[str, Any]) -> list[str]:
     """The opposite of `settings`."""
     return [f"{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in values.items()]
 
@@ -138,7 +138,7 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
     def options(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
         if info.type_origin is not dict and info.type is not dict:
             return None
-        return spec("*", "[NAME=VALUE ...]", settings, lambda value: isinstance(value, dict), written)
+        return spec("*", "[NAME=VALUE ...]", settings, lambda value: isinstance(value, dict), format_settings)
 
     @registry.primitive_rule
     def lists(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:

@@ -13,10 +13,10 @@ from tra.experiments.cells import Cell
 from tra.experiments.local_jobs import report, run_cell, safe_path
 from tra.files import write_json
 from tra.lookup import lookup
-from tra.options import among
 from tra.progress import progress, say
 from tra.recipes import Recipe
 from tra.runs.memory import reuse_memory
+from tra.signatures import among
 
 CLUSTERS = ("slurm", "local")
 SECONDS_BETWEEN_LOOKS = 2.0

@@ -13,12 +13,12 @@ from tra.experiments.cells import Cell
 from tra.experiments.grid import TUNING, Grid
 from tra.experiments.results import Results, records_of
 from tra.files import write_text
-from tra.options import written
 from tra.progress import say
 from tra.report.report_page import Report, RunLine, describe_machine, format_duration, report_html
 from tra.report.tables import Table, comparison_tables
 from tra.runs import Run
 from tra.runs.folder import folders_of_runs
+from tra.signatures import format_value
 from tra.tasks import Result
 
 SECONDS_BETWEEN_REPORTS = 5.0
@@ -105,7 +105,7 @@ def _shown(value: Any) -> str:
         return "; ".join(f"{name} = {_shown(entry)}" for name, entry in value.items())
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):
         return ", ".join(_shown(entry) for entry in value)
-    return str(written(value))
+    return str(format_value(value))
 
 
 def _line(label: str, run: Run, folder: Path, results: Sequence[Result] | None) -> RunLine:

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tra.options import written
 from tra.recipes import Recipe, RecipeOf
+from tra.signatures import format_value
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def as_row(row: Row | str) -> Row:
 
 def settings_words(values: Mapping[str, Any]) -> list[str]:
     """Options by their own names, other fields by those that `Recipe.changed` knows."""
-    return [f"{name.removeprefix('model.attention_options.')}={written(value)}" for name, value in values.items()]
+    return [f"{name.removeprefix('model.attention_options.')}={format_value(value)}" for name, value in values.items()]
 
 
 def choice_label(choice: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from tra import plugins
 from tra.errors import not_installed
 from tra.model import DecoderConfig
-from tra.options import LONGEST, MOST, among, mismatch
+from tra.signatures import LONGEST, MOST, among, mismatch
 from tra.tasks import Evaluation, Task, build_task
 
 try:

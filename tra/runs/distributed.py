@@ -46,7 +46,7 @@ def make_accelerator(
 
 
 @contextmanager
-def joined() -> Iterator[bool]:
+def process_group() -> Iterator[bool]:
     """Join the other processes where torchrun or accelerate launch started several; whether this is the first of them,
     the one that speaks and writes."""
     state = PartialState(cpu=not torch.accelerator.is_available())

@@ -34,7 +34,7 @@ def reuse_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT)
 
 
-def machine() -> int | None:
+def machine_bytes() -> int | None:
     """Bytes of memory that this machine has; None where it cannot be asked."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -61,7 +61,7 @@ def _weights(config: DecoderConfig) -> int:
 
 
 def _check(needed: int, what: str) -> None:
-    there = machine()
+    there = machine_bytes()
     if there is not None and needed > there:
         raise ValueError(
             f"{what} must fit into memory: it takes at least {needed / GIGABYTE:.4g} GB, and this machine has "

@@ -5,7 +5,7 @@ from inspect import Parameter
 from typing import Any
 
 from tra import plugins
-from tra.options import Option, checked_options, options_in
+from tra.signatures import Option, checked_options, options_in
 from tra.tasks.base import Batch, ReadsText, Task
 from tra.tasks.copy import CopyRepeat, CopyUnique
 from tra.tasks.flip_flop import FlipFlop

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 import torch
 from torch import Tensor
 
-from tra.options import LONGEST, MOST, mismatch
+from tra.signatures import LONGEST, MOST, mismatch
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def among(argument: str, names: Iterable[str], got: Any) -> str:
     return f"{argument} {what}, got {got!r}{_hint(got, names)}"
 
 
-def written(value: Any) -> str:
+def format_value(value: Any) -> str:
     """An option's value as short as it can be without being another."""
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tra.options import among, checked_options, mismatch, options_in, written
+from tra.signatures import among, checked_options, format_value, mismatch, options_in
 
 
 def make(
@@ -128,4 +128,4 @@ def test_values_match_their_annotation(value: Any, annotation: Any, right: bool)
     ],
 )
 def test_a_value_is_written_as_short_as_can_be_without_being_another(value: Any, text: str) -> None:
-    assert written(value) == text
+    assert format_value(value) == text
