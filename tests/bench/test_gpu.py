@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.cli.calling import Captured, fails
-from tra.bench import gpu, timing
+from tra.bench import compare, gpu, timing
 from tra.errors import RunError
 
 
@@ -51,7 +51,7 @@ def test_rows_hold_ratios_of_medians(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return now
 
     monkeypatch.setattr(timing.time, "perf_counter", clock)
-    monkeypatch.setattr(gpu, "check_kernel", lambda device: None)
+    monkeypatch.setattr(gpu, "check_kernel", lambda impl, device: None)
     content = gpu.run_gpu_benchmarks(tmp_path / "new", 1.0, "decode", "cpu")
     assert [(row["against"], row["shape"], row["ratio"]) for row in content["rows"]] == [
         ("SDPA", "1x1x40", 1.0),
@@ -62,13 +62,13 @@ def test_rows_hold_ratios_of_medians(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_kernels_that_are_wrong_get_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu.check_kernel("cpu")
-    right = gpu.threshold_relative_attention
+    compare.check_kernel("triton", "cpu")
+    right = compare.threshold_relative_attention
 
     def wrong(*inputs: torch.Tensor, impl: str) -> torch.Tensor:
         return right(*inputs, impl=impl) * (1.01 if impl == "triton" else 1.0)
 
-    monkeypatch.setattr(gpu, "threshold_relative_attention", wrong)
+    monkeypatch.setattr(compare, "threshold_relative_attention", wrong)
     with pytest.raises(RunError, match="no figures"):
         gpu.run_gpu_benchmarks(tmp_path, 0.01, "", "cpu")
 

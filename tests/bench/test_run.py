@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tra.bench import run, run_benchmarks
+from tra.bench import compare, run, run_benchmarks
 from tra.bench.cases import Case
 from tra.bench.workloads import attention, native, papers_listing
 from tra.errors import RunError
@@ -90,28 +90,28 @@ def test_rows_are_said_only_to_whoever_looks_on(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_kernel_that_is_wrong_gets_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = run.threshold_relative_attention
+    right = compare.threshold_relative_attention
 
     def wrong(*tensors: torch.Tensor, impl: str) -> torch.Tensor:
         out = right(*tensors, impl=impl)
         return out if impl == "reference" else out * 1.01
 
-    monkeypatch.setattr(run, "threshold_relative_attention", wrong)
+    monkeypatch.setattr(compare, "threshold_relative_attention", wrong)
     with pytest.raises(RunError, match="no figures: the kernel's results differ from the reference's"):
         run_benchmarks(tmp_path / "none", 0.01, "decode")
     assert not (tmp_path / "none").exists()
 
 
 def test_a_kernel_whose_gradients_are_wrong_gets_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = run.threshold_relative_attention
+    right = compare.threshold_relative_attention
 
     def wrong(*tensors: torch.Tensor, impl: str) -> torch.Tensor:
         out = right(*tensors, impl=impl)
         return out if impl == "reference" else out.detach() + (out - out.detach()) * 1.01
 
-    monkeypatch.setattr(run, "threshold_relative_attention", wrong)
+    monkeypatch.setattr(compare, "threshold_relative_attention", wrong)
     with pytest.raises(RunError, match="no figures"):
-        run.check_kernel()
+        compare.check_kernel()
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])

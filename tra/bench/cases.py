@@ -1,7 +1,7 @@
 """What is measured against what, and how fast it is meant to be."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -47,6 +47,9 @@ class Row:
     @property
     def ratio(self) -> float:
         return self.milliseconds / self.against_milliseconds
+
+    def to_dict(self) -> dict[str, object]:
+        return {**asdict(self), "ratio": self.ratio}
 
     def __str__(self) -> str:
         goal = "" if self.goal is None else f"  (goal {self.goal:g})"

@@ -1,7 +1,6 @@
 """`tra bench --device cuda`: attention on a GPU against FlashAttention, FlexAttention and the paper's listing."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tra.bench.cases import Case, Prepare, Row
-from tra.bench.timing import Work, interleaved
+from tra.bench.cases import Case, Prepare
+from tra.bench.compare import check_kernel, measured_rows
+from tra.bench.timing import Work
 from tra.bench.workloads import BOUND, WIDTH, Rule, language_like, papers_listing
 from tra.environment import environment
-from tra.errors import RunError
 from tra.files import write_json
 from tra.ops import threshold_relative_attention
-from tra.progress import say
 
 SHAPES = ((8, 16, 1024), (2, 16, 4096), (1, 16, 16384), (1, 8, 65536))
 """Batch, heads and tokens."""
@@ -38,22 +36,6 @@ def gpu_cases(device: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case
     for batch in BATCHES:
         for cached in CACHED:
             yield _decoding(device, dtype, batch, cached)
-
-
-def check_kernel(device: str) -> None:
-    """Compare the kernels with the reference, forward and backward, on scores that are exact."""
-    rng = torch.Generator().manual_seed(0)
-    shape = (1, 2, 150, 16)
-    query, key = (torch.randint(-1, 2, shape, generator=rng).float() for _ in range(2))
-    value, gate = torch.randn(shape, generator=rng), -torch.rand(shape[:3], generator=rng)
-    results = []
-    for impl in ("triton", "reference"):
-        leaves = [x.to(device).requires_grad_() for x in (query, key, value, gate)]
-        out = threshold_relative_attention(*leaves, impl=impl)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for ours, right in zip(*results, strict=True):
-        if not torch.allclose(ours, right, rtol=1e-4, atol=1e-4):
-            raise RunError("no figures: the GPU kernels' results differ from the reference's")
 
 
 def ours(tolerance: float | None) -> Rule:
@@ -132,19 +114,12 @@ def _decoding(device: str, dtype: torch.dtype, batch: int, cached: int) -> Case:
 
 def run_gpu_benchmarks(folder: Path, seconds: float, only: str, device: str) -> dict[str, Any]:
     """Measure every case whose name contains ``only`` and write ``bench.json``; return what it holds."""
-    check_kernel(device)
-    rows = []
-    for case in gpu_cases(device):
-        if only not in case.what:
-            continue
-        for against, prepare in case.others.items():
-            mine, other = interleaved(case.ours(), prepare(), seconds)
-            rows.append(Row(case.what, case.shape, against, mine * 1e3, other * 1e3, None))
-            say(str(rows[-1]))
+    check_kernel("triton", device)
+    rows = measured_rows((case for case in gpu_cases(device) if only in case.what), seconds)
     content = {
         "command": f"tra bench --device {device} --seconds {seconds:g}" + (f" --only '{only}'" if only else ""),
         "environment": environment(),
-        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+        "rows": [row.to_dict() for row in rows],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "bench.json", content)

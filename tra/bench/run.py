@@ -2,21 +2,19 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tra.bench.cases import Case, Row, cases
+from tra.bench.cases import Case, cases
+from tra.bench.compare import check_kernel, measured_rows
 from tra.bench.memory import peak_of_attention
 from tra.bench.timing import interleaved
 from tra.bench.trained import LENGTHS, gates_of, trained_cases
 from tra.bench.workloads import WIDTH, attention, native
 from tra.environment import environment
-from tra.errors import RunError
 from tra.files import write_json
-from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
 from tra.progress import say
 from tra.report.figures import save_figure, time_by_length
@@ -64,7 +62,7 @@ def run_benchmarks(
         "command": _command(seconds, only, run, lengths),
         "environment": environment(),
         "variant": cpu.variant,
-        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+        "rows": [row.to_dict() for row in rows],
     }
     if found is not None:
         content["gates"] = {"tokens": lengths[0], "quantiles of -log_gate": gates_of(found, lengths[0])}
@@ -91,34 +89,6 @@ def _command(seconds: float, only: str, run: Path | None, lengths: Sequence[int]
         words += ["--run", str(run)]
         words += [] if tuple(lengths) == LENGTHS else ["--lengths", *map(str, lengths)]
     return shlex.join(words + (["--only", only] if only else []))
-
-
-def check_kernel() -> None:
-    """Compare the fast implementation with the reference, forward and backward, on scores that are exact."""
-    rng = torch.Generator().manual_seed(0)
-    shape = (2, 3, 111, 16)
-    query, key = (torch.randint(-1, 2, shape, generator=rng).float() for _ in range(2))
-    value, gate = torch.randn(shape, generator=rng), -torch.rand(shape[:3], generator=rng)
-    results = []
-    for impl in ("auto", "reference"):
-        leaves = [x.clone().requires_grad_() for x in (query, key, value, gate)]
-        out = threshold_relative_attention(*leaves, impl=impl)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for ours, right in zip(*results, strict=True):
-        if not torch.allclose(ours, right, rtol=1e-4, atol=1e-4):
-            raise RunError("no figures: the kernel's results differ from the reference's")
-
-
-def measured_rows(chosen: Sequence[Case], seconds: float) -> list[Row]:
-    """A row for everything that a case is compared with."""
-    rows = []
-    for case in chosen:
-        for place, (against, prepare) in enumerate(case.others.items()):
-            mine, other = interleaved(case.ours(), prepare(), seconds)
-            goal = case.goal if place == 0 else None
-            rows.append(Row(case.what, case.shape, against, mine / case.repeats * 1e3, other * 1e3, goal))
-            say(str(rows[-1]))
-    return rows
 
 
 def share_of_sgemm(seconds: float) -> float:
