@@ -20,7 +20,7 @@ from tra.attention import MECHANISMS, Context
 from tra.attention.context import Terms
 from tra.model import Decoder, DecoderConfig
 from tra.ops.threshold_relative.reference import attention_terms
-from tra.report import Explorer, Table, explore, packing, report_page
+from tra.report import Explorer, Table, explore, report_page
 from tra.report.inspection import inspect_heads
 from tra.report.report_page import Report, RunLine, report_html
 from tra.report.tables import TEST_SEQUENCES
@@ -146,21 +146,6 @@ def test_scores_keys_kept_distances_and_gates_are_those_of_the_library(show: Sho
                     assert [c for c, k in zip(row["distance"], row["kept"], strict=True) if k] == [
                         c for c, k in zip(counted, row["kept"], strict=True) if k
                     ]
-
-
-@pytest.mark.parametrize("attention, bits, most", [("tra", 16, 1e-3), ("tra", 8, 0.2), ("stick-breaking", 16, 4e-3)])
-def test_fewer_bits_for_long_texts_change_no_null_and_weights_as_little_as_stated(
-    attention: str, bits: int, most: float, show: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "WIDTHS", {bits: packing.MEGABYTE})
-    monkeypatch.setattr(packing, "WEIGHT_WIDTHS", {bits: packing.MEGABYTE})
-    model, (tokens, symbols) = model_of(attention), tokens_of()
-    page = explore({attention: model}, tokens, symbols)
-    shown = show(page).weights()
-    library = torch.stack(inspect_heads(model, tokens)[1])
-    assert torch.equal(shown == 0, library == 0)
-    stated = max(layer["error"] for layer in data_of(page)["models"][0]["layers"])
-    assert 0 < float((shown - library).abs().max()) <= stated + 1e-7 < most
 
 
 def centre(tab: Tab, query: int, key: int, model: int = 0) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from tra.files import write_text
 from tra.model import Block, Decoder
 from tra.report.colours import NULL, SMALLEST_SHOWN, STEPS
 from tra.report.inspection import Head
-from tra.report.packing import Arrays, Precision, pack_layer
+from tra.report.packing import Arrays, most_tokens_by_weights, pack_layer
 from tra.report.pages import asset, page
 from tra.runs import Run, load_run
 from tra.tasks import ReadsText
@@ -97,8 +97,8 @@ def explore(models: Mapping[str, Decoder], tokens: Tensor, symbols: Sequence[str
         raise ValueError(f"symbols must be one for each of at least one token, got {len(symbols)} for {len(tokens)}")
     arrays = Arrays()
     attentions = [attention for model in models.values() for attention in _attentions(model)]
-    precision = Precision.fitting(attentions, len(tokens))
-    packed = {label: _packed(model, tokens, precision, arrays) for label, model in models.items()}
+    most_tokens = most_tokens_by_weights(attentions, len(tokens))
+    packed = {label: _packed(model, tokens, most_tokens, arrays) for label, model in models.items()}
     data = {
         "tra": __version__,
         "tokens": list(symbols),
@@ -116,7 +116,7 @@ def _attentions(model: Decoder) -> list[Attention]:
 
 @torch.inference_mode()
 def _packed(
-    model: Decoder, tokens: Tensor, precision: Precision, arrays: Arrays
+    model: Decoder, tokens: Tensor, most_tokens: int, arrays: Arrays
 ) -> tuple[list[Head], list[dict[str, Any]]]:
     """Every head, and what the page needs of each layer."""
     streams: list[Tensor] = []
@@ -125,7 +125,7 @@ def _packed(
     heads, layers = [], []
     for layer, (block, stream) in enumerate(zip(model.blocks, streams, strict=True)):
         assert isinstance(block, Block)
-        found, packed = pack_layer(layer, block.attention, block.attention_norm(stream), precision, arrays)
+        found, packed = pack_layer(layer, block.attention, block.attention_norm(stream), most_tokens, arrays)
         heads += found
         layers.append(packed)
     return heads, layers

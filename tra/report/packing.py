@@ -5,15 +5,15 @@ them by
 
     softmax over the keys j <= i with s > threshold of   s + bias + log_gate_i (c - 1),   s = scale query_i . key_j,
 
-with c the number of keys kept from j to i and a bias of the distance or of the key alone, these are stored, in float32
-or, for long texts, as integers with a factor for each vector. That it holds is not taken on trust: the weights are
-computed from what is stored and compared with the library's. Where it does not hold the weights themselves are stored.
-Either way a weight is exactly 0 on the page where it is in the library: pairs of which what is stored would say
-otherwise are listed.
+with c the number of keys kept from j to i and a bias of the distance or of the key alone, these are stored. That it
+holds is not taken on trust: the weights are computed from what is stored and compared with the library's. Where it does
+not hold the weights themselves are stored. Either way
+a weight is exactly 0 on the page where it is in the library: pairs of which the rule, computed in another order, would
+say otherwise are listed. A text whose page would be too large is refused.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,11 +27,8 @@ from tra.ops.threshold_relative.reference import attention_terms
 from tra.report.colours import SMALLEST_SHOWN
 from tra.report.inspection import Head, summarise
 
-MEGABYTE = 1 << 20
-WIDTHS = {32: 4 * MEGABYTE, 16: 6 * MEGABYTE, 8: 12 * MEGABYTE}
-"""Bits for each number of a query or key, and how large all of them together may be."""
-WEIGHT_WIDTHS = {32: 4 * MEGABYTE, 16: 8 * MEGABYTE}
-"""The same for weights: float32 and bfloat16."""
+MOST_NUMBERS = 1 << 22
+"""Of queries and keys, or of weights, that a page may hold: 16 MB."""
 SMALL_MAP = 64
 """Cells along the edge of a small map; each shows the greatest weight of its part."""
 SAME = 1e-4
@@ -61,44 +58,21 @@ class Arrays:
         return b"".join(self.parts)
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Bits of what is stored for a page."""
-
-    vectors: int
-    """Of each number of a query or key."""
-    weights: int | None
-    """Of each weight, where weights must be stored; None where even the fewest are too many."""
-    most_tokens: int
-    """Of a text whose weights must be stored."""
-
-    @classmethod
-    def fitting(cls, attentions: Sequence[Attention], tokens: int) -> "Precision":
-        """The best that keeps all layers on the page small enough; a ValueError if nothing does."""
-        per_token = sum((one.heads + one.kv_heads) * one.head_width for one in attentions)
-        vectors = _widest(WIDTHS, per_token * tokens)
-        if vectors is None:
-            bits, most = list(WIDTHS.items())[-1]
-            raise ValueError(f"text must have at most {8 * most // bits // per_token:,} tokens here, got {tokens:,}")
-        heads = sum(one.heads for one in attentions)
-        bits, most = list(WEIGHT_WIDTHS.items())[-1]
-        return cls(
-            vectors,
-            _widest(WEIGHT_WIDTHS, heads * tokens * (tokens + 1) // 2),
-            math.isqrt(2 * 8 * most // bits // heads),
-        )
-
-
-def _widest(widths: Mapping[int, int], numbers: int) -> int | None:
-    return next((bits for bits, most in widths.items() if numbers * bits // 8 <= most), None)
+def most_tokens_by_weights(attentions: Sequence[Attention], tokens: int) -> int:
+    """Of a text whose weights must be stored in all these layers; a ValueError if the queries and keys of this many are
+    too many already."""
+    per_token = sum((one.heads + one.kv_heads) * one.head_width for one in attentions)
+    if per_token * tokens > MOST_NUMBERS:
+        raise ValueError(f"text must have at most {MOST_NUMBERS // per_token:,} tokens here, got {tokens:,}")
+    return math.isqrt(2 * MOST_NUMBERS // sum(one.heads for one in attentions))
 
 
 @torch.inference_mode()
 def pack_layer(
-    layer: int, attention: Attention, x: Tensor, precision: Precision, arrays: Arrays
+    layer: int, attention: Attention, x: Tensor, most_tokens: int, arrays: Arrays
 ) -> tuple[list[Head], dict[str, Any]]:
     """The heads of one layer that reads ``x [1, L, width]``, and what a page needs of them; its numbers go to
-    ``arrays``."""
+    ``arrays``. A text of more than ``most_tokens`` is refused if its weights must be stored."""
     terms: list[Terms] = []
     weights = attention.weights(x, Context(terms=terms))[0].float().cpu()
     if not weights.isfinite().all():
@@ -115,30 +89,19 @@ def pack_layer(
         "weights": None,
         "error": 0.0,
     }
-    rule = _Rule.of(terms[0], precision.vectors) if len(terms) == 1 else None
+    rule = _Rule.of(terms[0]) if len(terms) == 1 else None
     if rule is not None:
         packed |= rule.pack(arrays)
     if rule is None or not rule.explains(weights):
-        if precision.weights is None:
+        if x.shape[1] > most_tokens:
             raise ValueError(
-                f"text must have at most {precision.most_tokens:,} tokens here, because the page must hold the weights "
+                f"text must have at most {most_tokens:,} tokens here, because the page must hold the weights "
                 f"of a mechanism that they cannot be computed from queries and keys for, got {x.shape[1]:,}"
             )
-        packed |= {"weights": arrays.add(_pairs(weights, precision.weights)), "threshold": None, "log_gate": None}
-        packed["error"] = 0.0 if precision.weights == 32 else 2.0**-8
-        return heads, packed
+        row, column = torch.tril_indices(*weights.shape[1:])
+        stored = arrays.add(weights[:, row, column])
+        return heads, packed | {"weights": stored, "threshold": None, "log_gate": None}
     return heads, packed | rule.pack_exceptions(weights, arrays)
-
-
-def _pairs(weights: Tensor, bits: int) -> Tensor:
-    """The lower triangle of each head, row by row. In bfloat16 what is not 0 stays so."""
-    row, column = torch.tril_indices(*weights.shape[1:])
-    triangle = weights[:, row, column]
-    if bits == 32:
-        return triangle
-    rounded = triangle.bfloat16().view(torch.int16)
-    least = torch.tensor(1, dtype=torch.int16)
-    return torch.where((triangle != 0) & (rounded & 0x7FFF == 0), least, rounded).view(torch.uint16)
 
 
 def small_maps(weights: Tensor) -> Tensor:
@@ -157,44 +120,34 @@ class _Rule:
     """The rule above with its numbers as they are stored."""
 
     terms: Terms
-    query: Tensor
-    key: Tensor
-    factors: tuple[Tensor, Tensor] | None
-    """Of integers: what each query and key is to be multiplied with."""
     by_distance: Tensor | None
     by_key: Tensor | None
     has_bias: bool
 
     @classmethod
-    def of(cls, terms: Terms, bits: int) -> "_Rule":
+    def of(cls, terms: Terms) -> "_Rule":
         terms = terms._replace(
             query=terms.query[0].float().cpu(),
             key=terms.key[0].float().cpu(),
             bias=None if terms.bias is None else terms.bias[0].double().cpu(),
             log_gate=None if terms.log_gate is None else terms.log_gate[0].float().cpu(),
         )
-        query, key, factors = terms.query, terms.key, None
-        if bits < 32:
-            (query, one), (key, two) = (_quantised(x, bits) for x in terms[:2])
-            factors = (one, two)
-        return cls(terms, query, key, factors, *_decomposed(terms.bias), terms.bias is not None)
+        return cls(terms, *_decomposed(terms.bias), terms.bias is not None)
 
     def explains(self, weights: Tensor) -> bool:
         """Whether the rule gives the library's weights, with the numbers as they were."""
         if self.has_bias and self.by_distance is None and self.by_key is None:
             return False
         for head, matrix in enumerate(weights):
-            score = self._scores(self.terms.query[head], self._of_group(self.terms.key, head))
-            found = self._weights(head, score, self._kept(head, len(matrix)))
+            found = self._weights(head, self._scores(head), self._kept(head, len(matrix)))
             if not bool(((found - matrix).abs() <= SAME).all()):
                 return False
         return True
 
     def pack(self, arrays: Arrays) -> dict[str, Any]:
         return {
-            "query": arrays.add(self.query),
-            "key": arrays.add(self.key),
-            "factors": None if self.factors is None else [arrays.add(factor) for factor in self.factors],
+            "query": arrays.add(self.terms.query),
+            "key": arrays.add(self.terms.key),
             "scale": self.terms.scale,
             "threshold": self.terms.threshold,
             "log_gate": None if self.terms.log_gate is None else arrays.add(self.terms.log_gate),
@@ -208,7 +161,7 @@ class _Rule:
         keeps, nulls, error = [], [], 0.0
         for head, matrix in enumerate(weights):
             length = len(matrix)
-            score = self._scores(self._stored(0, head), self._stored(1, head))
+            score = self._scores(head)
             kept = self._kept(head, length)
             if self.terms.threshold is not None:
                 above = score - self.terms.threshold
@@ -219,26 +172,18 @@ class _Rule:
             error = max(error, float((found - matrix).abs().max()))
         return {"keeps": _pack_lists(keeps, arrays), "nulls": _pack_lists(nulls, arrays), "error": error}
 
-    def _of_group(self, key: Tensor, head: int) -> Tensor:
-        return key[head * len(key) // len(self.terms.query)]
+    def _of_group(self, head: int) -> Tensor:
+        return self.terms.key[head * len(self.terms.key) // len(self.terms.query)]
 
-    def _stored(self, which: int, head: int) -> Tensor:
-        """A head's queries or keys as the page reads them."""
-        heads, length = len(self.terms.query), self.terms.query.shape[1]
-        values = (self.query, self.key)[which]
-        own = head * len(values) // heads
-        found = values[own].double()
-        return found if self.factors is None else found * self.factors[which].view(-1, length, 1)[own].double()
-
-    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
-        return self.terms.scale * (query.double() @ key.double().T)
+    def _scores(self, head: int) -> Tensor:
+        return self.terms.scale * (self.terms.query[head].double() @ self._of_group(head).double().T)
 
     def _kept(self, head: int, length: int) -> Tensor:
         """Which keys the library keeps for each query."""
         visible = torch.ones(length, length, dtype=torch.bool).tril()
         if self.terms.threshold is None:
             return visible
-        query, key = self.terms.query[head], self._of_group(self.terms.key, head)
+        query, key = self.terms.query[head], self._of_group(head)
         none = torch.zeros(1, 1, length)
         scale, threshold = self.terms.scale, self.terms.threshold
         return attention_terms(query[None, None], key[None, None], none, visible, scale, threshold)[1][0, 0]
@@ -255,14 +200,6 @@ class _Rule:
             nearer = kept.flip(-1).cumsum(-1).flip(-1) - kept.long()
             logits += self.terms.log_gate[head].double()[:, None] * nearer
         return logits.masked_fill(~kept, -math.inf).softmax(-1).masked_fill(~kept, 0.0)
-
-
-def _quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Vectors as integers, and what each is to be multiplied with."""
-    most = 2 ** (bits - 1) - 1
-    factor = x.abs().amax(-1) / most
-    whole = (x / factor.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
-    return whole.to(torch.int16 if bits == 16 else torch.int8), factor
 
 
 def _decomposed(bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -3,10 +3,7 @@
 const KINDS = {
   float64: Float64Array,
   float32: Float32Array,
-  int16: Int16Array,
-  int8: Int8Array,
   uint32: Uint32Array,
-  uint16: Uint16Array,
   uint8: Uint8Array,
 };
 const LEAST = 2 ** -149; // the smallest float32
@@ -24,12 +21,6 @@ function reader(buffer) {
   return (place) => (place ? new KINDS[place.type](buffer, place.at, place.length) : null);
 }
 
-function fromBfloat16(code) {
-  const view = new DataView(new ArrayBuffer(4));
-  view.setUint32(0, code << 16);
-  return view.getFloat32(0);
-}
-
 class Layer {
   constructor(packed, length, read) {
     this.heads = packed.heads;
@@ -40,7 +31,6 @@ class Layer {
     this.weights = read(packed.weights);
     this.query = read(packed.query);
     this.key = read(packed.key);
-    this.factors = packed.factors ? packed.factors.map(read) : null;
     this.scale = packed.scale;
     this.threshold = packed.threshold ?? null;
     this.logGate = read(packed.log_gate);
@@ -118,8 +108,7 @@ class Layer {
 
   stored(head, query, scores) {
     const start = (head * this.length * (this.length + 1)) / 2 + (query * (query + 1)) / 2;
-    const slice = this.weights.subarray(start, start + query + 1);
-    const weights = slice instanceof Uint16Array ? Float32Array.from(slice, fromBfloat16) : slice;
+    const weights = this.weights.subarray(start, start + query + 1);
     return { scores, kept: Uint8Array.from(weights, (weight) => (weight !== 0 ? 1 : 0)), distance: null, weights };
   }
 
@@ -129,13 +118,12 @@ class Layer {
     const keyHeads = this.key.length / (width * this.length);
     const keyHead = Math.floor((head * keyHeads) / heads);
     const own = (head * this.length + query) * width;
-    const factor = this.factors ? this.scale * this.factors[0][head * this.length + query] : this.scale;
     const scores = new Float64Array(query + 1);
     for (let key = 0; key <= query; key++) {
       const other = (keyHead * this.length + key) * width;
       let sum = 0;
       for (let d = 0; d < width; d++) sum += this.query[own + d] * this.key[other + d];
-      scores[key] = sum * factor * (this.factors ? this.factors[1][keyHead * this.length + key] : 1);
+      scores[key] = sum * this.scale;
     }
     return scores;
   }
