@@ -94,9 +94,9 @@ def test_options_of_the_recipes_own_mechanism_are_kept(monkeypatch: pytest.Monke
 def test_options_given_several_times_and_in_several_spellings_are_all_taken(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    words = ["copy-unique-small", "--task-options", "alphabet=30", "--steps", "3", "--task_options=mixed=false"]
+    words = ["copy-unique-small", "--task-options", "alphabet=36", "--steps", "3", "--task_options=mixed=false"]
     recipe = recipe_of(words, monkeypatch, capsys)
-    assert recipe.task_options == {"alphabet": 30, "mixed": False}
+    assert recipe.task_options == {"alphabet": 36, "mixed": False}
 
 
 def test_a_recipe_is_checked_once_as_it_is_and_once_as_it_is_changed(
@@ -204,7 +204,7 @@ def test_an_unfinished_run_goes_on_with_resume_alone(tiny_recipe: RecipeOf, tmp_
     run = begun(tiny_recipe(), tmp_path / "run")
     error = fails(["train", "flip-flop-small", "--output", str(run.folder)], capsys)
     assert error.endswith(f"already holds this run: go on with it by tra train --resume {run.folder}")
-    for option in (["--steps", "9"], ["--seed=3"], ["--model.options", "qk_norm=false"], ["--output", "x"]):
+    for option in (["--steps", "9"], ["--seed=3"], ["--model.attention-options", "qk_norm=false"], ["--output", "x"]):
         error = fails(["train", "--resume", str(run.folder), *option], capsys)
         name = option[0].split("=")[0]
         assert error.startswith(f"{name} must not be given with --resume: a run goes on as it began")
