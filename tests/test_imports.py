@@ -155,7 +155,9 @@ def private_names(source: str) -> list[str]:
 
 
 def test_the_search_for_private_names_finds_them() -> None:
-    source = "import torch._C\nfrom torch.autograd import _x, y\nfrom torch import __version__\ntorch._C._f()\nself._own"
+    source = (
+        "import torch._C\nfrom torch.autograd import _x, y\nfrom torch import __version__\ntorch._C._f()\nself._own"
+    )
     assert private_names(source) == ["torch._C", "torch.autograd._x", "torch._C._f", "torch._C"]
 
 

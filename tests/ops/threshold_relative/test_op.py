@@ -313,7 +313,7 @@ def test_modes_see_the_operator(mode: Callable[[], Seen | SeenFunctions]) -> Non
 @torch.no_grad()
 def test_a_profiler_sees_the_operator() -> None:
     inputs = random_inputs(dtype=torch.float32)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         out = threshold_relative_attention(*inputs)
     assert f"tra::threshold_relative_attention_{cpu.variant}" in {event.key for event in seen.key_averages()}
     assert torch.equal(out, threshold_relative_attention(*inputs))

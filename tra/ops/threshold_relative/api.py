@@ -15,6 +15,9 @@ ROUNDING = torch.finfo(torch.float32).eps
 LARGEST = torch.finfo(torch.float32).max
 """Half precision is computed in float32."""
 
+WITH_AUTOCAST = [name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name)]
+"""A constant, because Dynamo of torch 2.10 does not trace the question."""
+
 
 def threshold_relative_attention(
     query: Tensor,
@@ -120,8 +123,8 @@ def _per_row(name: str, given: float | Tensor | None, query: Tensor) -> tuple[Te
 
 def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast take its dtype, as PyTorch's own attention does; the gate keeps its precision."""
-    device = query.device.type if isinstance(query, Tensor) else "meta"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    device = query.device.type if isinstance(query, Tensor) else "none"
+    if device not in WITH_AUTOCAST or not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     query, key, value = (
