@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
-from tra import plugins
-from tra.attention import MECHANISMS, Attention, Cache, Context
+from tra.attention import Attention, Cache, Context
 from tra.attention.base import check_stream
+from tra.attention.naming import find_mechanisms
 from tra.attention.options import options_of
 from tra.generation import GREEDY, Reader, Sampling, stream_tokens
 from tra.lookup import lookup
@@ -47,9 +47,10 @@ class DecoderConfig:
     kv_heads: int | None = None
     """Key and value heads shared by groups of query heads; as many as heads by default."""
     attention: str = "tra"
-    """Name of the mechanism."""
+    """Name of the mechanism. Several joined by "+" take turns: "rope+tra" has TRA in every second layer."""
     attention_options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Options of the mechanism that are not left to their defaults, by name; `qk_norm` is one of every mechanism."""
+    """Options of the mechanism that are not left to their defaults, by name; `qk_norm` is one of every mechanism. Of
+    several mechanisms, all that have an option get it."""
     dropout: float = 0.01
     """On the embedding, the attention weights and the hidden units of the MLP."""
     residual: Literal["normalised", "pre_norm"] = "normalised"
@@ -71,11 +72,17 @@ class DecoderConfig:
             raise ValueError(f"tied_embeddings must be True or False, got {self.tied_embeddings!r}")
         if self.residual not in ("normalised", "pre_norm"):
             raise ValueError(f"residual must be 'normalised' or 'pre_norm', got {self.residual!r}")
-        mechanism = plugins.find("MECHANISMS", MECHANISMS, self.attention, "attention")
-        options = checked_options(options_of(mechanism), self.attention_options, "attention_options", self.attention)
+        mechanisms = find_mechanisms(self.attention)
+        if len(mechanisms) > self.layers:
+            raise ValueError(
+                f"attention must name at most {self.layers} mechanisms, one for each layer, got {self.attention!r}"
+            )
+        known = {name: option for mechanism in mechanisms for name, option in options_of(mechanism).items()}
+        options = checked_options(known, self.attention_options, "attention_options", self.attention)
         object.__setattr__(self, "attention_options", options)
         with fork_rng(devices=[]), torch.device("meta"), _Unfilled():
-            self.new_attention(layer=0)  # raises what the mechanism finds wrong
+            for layer in range(len(mechanisms)):
+                self.new_attention(layer)  # raises what the mechanism finds wrong
 
     @property
     def label(self) -> str:
@@ -84,10 +91,10 @@ class DecoderConfig:
 
     def new_attention(self, layer: int) -> Attention:
         """The mechanism with its options, for the block of that index."""
-        mechanism = plugins.find("MECHANISMS", MECHANISMS, self.attention, "attention")
-        return mechanism(
-            self.width, self.heads, self.kv_heads, layer=layer, dropout=self.dropout, **self.attention_options
-        )
+        mechanisms = find_mechanisms(self.attention)
+        mechanism = mechanisms[layer % len(mechanisms)]
+        own = {name: value for name, value in self.attention_options.items() if name in options_of(mechanism)}
+        return mechanism(self.width, self.heads, self.kv_heads, layer=layer, dropout=self.dropout, **own)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "DecoderConfig":

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tra import plugins
 from tra.attention import MECHANISMS
+from tra.attention.naming import find_mechanisms
 from tra.bench.memory import peak_of_training
 from tra.bench.timing import interleaved
 from tra.bench.workloads import training_step
@@ -96,7 +96,7 @@ def run_cost_benchmark(
     """
     steps = lookup(SCALES, scale, "scale")
     for name in attention:
-        plugins.find("MECHANISMS", MECHANISMS, name, "attention")
+        find_mechanisms(name)
     names = list(dict.fromkeys(attention or MECHANISMS))
     folder.mkdir(parents=True, exist_ok=True)
     rows = measure(steps, names, seconds)

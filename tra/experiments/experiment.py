@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tra import plugins
 from tra.attention import MECHANISMS
+from tra.attention.naming import mechanism_names
 from tra.experiments.cells import Cell, file_name
 from tra.experiments.grid import Grid
 from tra.experiments.request import Request
@@ -130,11 +131,9 @@ class Experiment:
         for name in names:
             found = [row for row in rows if name == row.label] or [row for row in rows if name == row.attention]
             if not found:
-                lookup(
-                    {**dict.fromkeys(row.label for row in rows), **plugins.every("MECHANISMS", MECHANISMS)},
-                    name,
-                    "attention",
-                )
+                known = {**dict.fromkeys(row.label for row in rows), **plugins.every("MECHANISMS", MECHANISMS)}
+                for part in mechanism_names(name):
+                    lookup(known, part, "attention")
             chosen += found or [Row(name)]
         return list(dict.fromkeys(chosen))
 

@@ -3,19 +3,20 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from tra.attention.naming import mechanism_names
 from tra.model import DecoderConfig
 from tra.recipes import Evaluation, Recipe, RecipeOf
 
 
 def shrunk(recipe_of: RecipeOf) -> Callable[..., Recipe]:
-    """Of a synthetic task: one narrow layer, four steps, four sequences of the shorter sets."""
+    """Of a synthetic task: one narrow layer of each mechanism, four steps, four sequences of the shorter sets."""
 
     def smoke(attention: str = "tra") -> Recipe:
         recipe = recipe_of(attention=attention)
         return replace(
             recipe,
             name=f"{recipe.name}-smoke",
-            model=replace(recipe.model, layers=1, heads=2, width=16),
+            model=replace(recipe.model, layers=len(mechanism_names(attention)), heads=2, width=16),
             length=8,
             steps=4,
             batch=4,

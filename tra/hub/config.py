@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 
 from tra import plugins
+from tra.attention.naming import plugins_of
 from tra.hub.adapters import tell_peft
 from tra.lookup import lookup
 from tra.model import SIZES, DecoderConfig
@@ -114,10 +115,10 @@ class TraConfig(transformers.PreTrainedConfig):
         return DecoderConfig(**{**values, "attention_options": self.attention_options or {}})
 
     def to_dict(self) -> dict[str, Any]:
-        """As for every config, with the plug-in that the mechanism comes from, if it is not built in."""
+        """As for every config, with the plug-ins that its mechanisms come from, if they are not built in."""
         tell_peft(self.model_type)  # which asks for this before it looks for layers to tune
-        needed = plugins.source("MECHANISMS", self.attention)
-        found = {**super().to_dict(), **({} if needed is None else {"plugins": [needed]})}
+        needed = plugins_of(self.attention)
+        found = {**super().to_dict(), **({"plugins": needed} if needed else {})}
         if not self.auto_map:
             del found["auto_map"]
         return found

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from tra import plugins
+from tra.attention.naming import plugins_of
 from tra.errors import RunError
 from tra.files import write_text, written_aside
 from tra.hub.config import AUTO_MAP, MODULE
@@ -62,7 +63,7 @@ def model_card(run: Run, name: str, auto_map: bool = True) -> str:
     recipe, task = run.recipe, run.task
     model, reads = recipe.model, isinstance(task, ReadsText)
     trained, measured_on = task.texts() if isinstance(task, ReadsText) else (recipe.task, "")
-    needed = plugins.source("MECHANISMS", model.attention)
+    needed = plugins_of(model.attention)
     parts = [
         "---\nlibrary_name: transformers\ntags:\n- threshold-relative-attention\n"
         + ("pipeline_tag: text-generation\n" if reads else "")
@@ -73,7 +74,7 @@ def model_card(run: Run, name: str, auto_map: bool = True) -> str:
         f"{task.unit}, for {run.step:,} of {recipe.steps:,} steps.\n",
         "## Use\n\n```bash\npip install 'threshold-relative-attention[hub]'\n```\n",
         "```python\nimport tra.hub  # registers the model; no code is loaded from this folder\n"
-        + ("" if needed is None else f'tra.plugins.load("{needed}")  # which has the mechanism\n')
+        + "".join(f'tra.plugins.load("{plugin}")  # which has the mechanism\n' for plugin in needed)
         + f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if reads else ''}\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         + (f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if reads else "")

@@ -19,8 +19,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
-from tra import plugins
-from tra.attention import MECHANISMS
+from tra.attention.naming import find_mechanisms
 from tra.hub.cache import TraCache, adopt
 from tra.hub.config import UNDERSTOOD, TraConfig, refuse_unknown
 from tra.model import Block, Decoder, initialise
@@ -98,10 +97,10 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
         """ "eager" stands for the mechanism's own way, whatever that is; "sdpa" is the own way of some."""
         if attn_implementation in (None, "eager"):
             return "eager"
-        mechanism = plugins.find("MECHANISMS", MECHANISMS, self.config.attention, "attention")
-        if attn_implementation == "sdpa" and mechanism.uses_sdpa:
+        on_sdpa = all(mechanism.uses_sdpa for mechanism in find_mechanisms(self.config.attention))
+        if attn_implementation == "sdpa" and on_sdpa:
             return "sdpa"
-        choices = "'eager' or 'sdpa'" if mechanism.uses_sdpa else "'eager'"
+        choices = "'eager' or 'sdpa'" if on_sdpa else "'eager'"
         raise ValueError(
             f"attn_implementation must be {choices}: {self.config.attention} is computed in its own way, "
             f"got {attn_implementation!r}"

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal, get_type_hints
 
 from tra import plugins
+from tra.attention.naming import plugins_of
 from tra.errors import not_installed
 from tra.model import DecoderConfig
 from tra.signatures import LONGEST, MOST, among, mismatch
@@ -103,8 +104,8 @@ class Recipe:
     @property
     def plugins(self) -> list[str]:
         """The plug-ins that its names come from."""
-        used = (("MECHANISMS", self.model.attention), ("TASKS", self.task))
-        return sorted({found for kind, name in used if (found := plugins.source(kind, name))})
+        of_task = plugins.source("TASKS", self.task)
+        return sorted({*plugins_of(self.model.attention), *([] if of_task is None else [of_task])})
 
     def measured_like(self, other: "Recipe") -> "Recipe":
         """With the evaluations of a recipe of another training length, at as many times this one's."""
