@@ -12,8 +12,10 @@ from tra.attention import MECHANISMS, Attention, Context, options_of
 from tra.signatures import checked_options, format_value, mismatch
 
 ROTARY = ["qk_norm", "theta", "scaling", "factor", "trained_length"]
+TRA = ["qk_norm", "tolerance", "impl", "gate_bias", "threshold", "threshold_start", "straight_through"]
 OPTIONS = {
-    "tra": ["qk_norm", "tolerance", "impl", "gate_bias", "threshold", "straight_through"],
+    "tra": TRA,
+    "tra-learned": TRA,
     "rope": ROTARY,
     "nope": ["qk_norm"],
     "sinusoidal": ["qk_norm", "theta"],
@@ -206,7 +208,7 @@ def test_scaling_by_theta_needs_a_second_pair() -> None:
         MECHANISMS["rope"](4, 2, scaling="ntk", factor=2.0)
 
 
-GATED = ["tra", "fot", "tra-distance-only", "tra-ordinary-distance"]
+GATED = ["tra", "tra-learned", "fot", "tra-distance-only", "tra-ordinary-distance"]
 
 
 @pytest.mark.parametrize("name", GATED)
@@ -227,9 +229,10 @@ def test_a_given_gate_bias_replaces_the_drawn_one_and_moves_no_other_draw(name: 
 
 def test_ablations_start_as_tra_does_from_the_same_seed() -> None:
     starts = {}
-    for name in ("tra", "tra-threshold-only", "tra-distance-only", "tra-ordinary-distance"):
+    for name in ("tra", "tra-learned", "tra-threshold-only", "tra-distance-only", "tra-ordinary-distance"):
         torch.manual_seed(5)
         starts[name] = {**MECHANISMS[name](16, 2).state_dict(), "next draw": torch.rand(3)}
+    assert torch.equal(starts["tra-learned"].pop("threshold_bias"), torch.zeros(2))
     for state in starts.values():
         assert all(torch.equal(state[key], starts["tra"][key]) for key in state)
 

@@ -1,13 +1,23 @@
-"""The gradient through the threshold: against differences, with membership as a number that can be moved."""
+"""The operator's gradient through the threshold: against differences, with membership as a number that can be moved.
+
+Keys of an identity matrix make a query the row of its scores, and such values make the output the row of its weights.
+"""
 
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.ops.oracle import loop_attention
-from tra.attention.straight_through import straight_through_weights
+from tra.ops import threshold_relative_attention
 
 LENGTH, TEMPERATURE, THRESHOLD = 11, 0.7, 0.2
+
+
+def straight_through_weights(scores: Tensor, log_gate: Tensor, threshold: float | Tensor) -> Tensor:
+    """The weights of one head: ``[1, 1, Lq, L]`` of as many scores and gates ``[1, 1, Lq]``."""
+    identity = torch.eye(scores.shape[3], dtype=torch.float64)[None, None]
+    return threshold_relative_attention(
+        scores, identity, identity, log_gate, scale=1.0, threshold=threshold, straight_through=TEMPERATURE
+    )
 
 
 def relaxed(scores: Tensor, log_gate: Tensor, member: Tensor, kept: Tensor) -> Tensor:
@@ -52,13 +62,17 @@ def test_the_gradient_is_that_of_membership_moved_by_a_sigmoid() -> None:
     expected = by_score + by_member * sigmoid * (1 - sigmoid) / TEMPERATURE
 
     leaves = [x.clone()[None, None].requires_grad_() for x in (scores, log_gate)]
-    weights = straight_through_weights(*leaves, visible, THRESHOLD, TEMPERATURE)
+    threshold = torch.full((1, 1, LENGTH), THRESHOLD, dtype=torch.float64, requires_grad=True)
+    weights = straight_through_weights(*leaves, threshold)
     assert_close(weights[0, 0].detach(), relaxed(*inputs, kept))
     (weights * upstream).sum().backward()
     grads = [leaf.grad[0, 0] for leaf in leaves if leaf.grad is not None]
     assert_close(grads[0], expected.masked_fill(~visible, 0.0), rtol=1e-5, atol=1e-7)
     assert_close(grads[1], by_gate, rtol=1e-5, atol=1e-7)
     assert grads[0][visible & ~kept].abs().min() > 0  # where the published rule has no gradient at all
+    # A threshold moves membership as all scores of its row together do, and nothing else.
+    by_threshold = -(expected - by_score).masked_fill(~visible, 0.0).sum(-1)
+    assert_close(threshold.grad, by_threshold[None, None], rtol=1e-5, atol=1e-7)
 
 
 def test_a_query_that_keeps_nothing_learns_what_each_key_would_bring() -> None:
@@ -66,9 +80,8 @@ def test_a_query_that_keeps_nothing_learns_what_each_key_would_bring() -> None:
     scores = -torch.rand(1, 1, 1, 5, dtype=torch.float64) - 0.1
     scores[0, 0, 0, 2] = -0.05  # the largest
     log_gate = torch.full((1, 1, 1), -0.3, dtype=torch.float64)
-    visible = torch.ones(1, 5, dtype=torch.bool)
     leaf = scores.clone().requires_grad_()
-    weights = straight_through_weights(leaf, log_gate, visible, 0.0, TEMPERATURE)
+    weights = straight_through_weights(leaf, log_gate, 0.0)
     assert (weights == 0).all()
     upstream = torch.randn(5, dtype=torch.float64)
     (weights * upstream).sum().backward()
@@ -76,20 +89,3 @@ def test_a_query_that_keeps_nothing_learns_what_each_key_would_bring() -> None:
     expected = upstream * (scores + 0.05).exp() * sigmoid * (1 - sigmoid) / TEMPERATURE
     assert_close(leaf.grad, expected)
     assert (expected != 0).all()
-
-
-def test_the_weights_are_those_of_the_paper() -> None:
-    """Large scores, queries that keep nothing, and keys that nobody may see among them."""
-    query, key = (9.0 * torch.randn(2, 1, 2, 23, 8, dtype=torch.float64)).unbind()
-    log_gate = -torch.rand(1, 2, 23, dtype=torch.float64)
-    mask = torch.rand(1, 23) < 0.7
-    mask[:, :3] = False
-    scores = query @ key.mT / 8**0.5
-    visible = torch.ones(23, 23, dtype=torch.bool).tril() & mask
-    weights = straight_through_weights(scores.requires_grad_(), log_gate, visible, 0.0, TEMPERATURE)
-    value = torch.eye(23, dtype=torch.float64).expand(1, 2, 23, 23)
-    assert_close(weights.detach(), loop_attention(query, key, value, log_gate, key_mask=mask))
-    weights.square().sum().backward()
-    assert scores.grad is not None
-    assert scores.grad.isfinite().all()
-    assert (scores.grad[..., ~visible] == 0).all()

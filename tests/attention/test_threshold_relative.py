@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.attention.dense_form import straight_through_attention
 from tests.ops.oracle import loop_attention
-from tra import ThresholdRelativeAttention
+from tra import MECHANISMS, ThresholdRelativeAttention
 from tra.attention import Cache, Context, threshold_relative
 
 
@@ -143,8 +144,8 @@ def test_without_norm_a_new_token_has_the_bits_that_all_keys_together_give(
     order = torch.tensor([2, 0, 1])
     given = {name: mask() for name, mask in masks.items()}
     results = []
-    for long in (1, 10**9):
-        monkeypatch.setattr(threshold_relative, "LONG", long)
+    for bounds in (threshold_relative.score_bounds, lambda *_: None):  # None: the operator reads every key
+        monkeypatch.setattr(threshold_relative, "score_bounds", bounds)
         cache = Cache()
         module(x[:, :CACHED], Context(cache, **{name: mask[:, :CACHED] for name, mask in given.items()}))
         module(x[:, :5] * 50.0, Context(cache))  # forgotten again
@@ -161,9 +162,8 @@ def test_without_norm_a_new_token_has_the_bits_that_all_keys_together_give(
 
 
 @torch.no_grad()
-def test_without_norm_a_new_token_reads_no_more_keys_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold_relative, "LONG", 1)
-    module = ThresholdRelativeAttention(32, 4, qk_norm=False, gate_bias=-3.0).eval()
+def test_without_norm_a_new_token_reads_no_more_keys_than_it_needs() -> None:
+    module = ThresholdRelativeAttention(32, 4, qk_norm=False, gate_bias=-3.0, impl="cpu").eval()
     cache, x = Cache(), torch.randn(1, 1200, 32)
     module(x, Context(cache))
     expected = module(x[:, :1], Context(cache))
@@ -173,11 +173,172 @@ def test_without_norm_a_new_token_reads_no_more_keys_than_it_needs(monkeypatch: 
 
 
 @torch.no_grad()
-def test_without_norm_tokens_of_zeros_and_of_no_number_are_as_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold_relative, "LONG", 1)
+def test_without_norm_tokens_of_zeros_and_of_no_number_are_as_without_a_cache() -> None:
     module = ThresholdRelativeAttention(32, 4, qk_norm=False).eval()
     x = torch.randn(2, 12, 32)
     x[0, 3], x[0, -1], x[1, -1] = float("inf"), 0.0, float("nan")
     cache = Cache()
     parts = [module(piece, Context(cache)) for piece in x.split([11, 1], dim=1)]
     assert_close(torch.cat(parts, dim=1), module(x), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"straight_through": 0.5}, {"straight_through": 0.5, "threshold": "query"}], ids=str
+)
+def test_a_bad_token_spoils_its_row_only_in_training_too(options: dict[str, Any]) -> None:
+    module = ThresholdRelativeAttention(32, 4, **options).train()
+    x = torch.randn(2, 17, 32)
+    x[0, 9] = float("nan")
+    mask = torch.ones(2, 17, dtype=torch.bool)
+    mask[1, :4] = False
+    x[1, 2] = float("inf")  # padding
+    out = module(x, Context(key_mask=mask))
+    bad = ~out.isfinite().all(-1)
+    assert bad.nonzero().tolist() == [[0, 9], [1, 2]]
+    # Its key is padding, as without the aid.
+    published = ThresholdRelativeAttention(32, 4).train()
+    published.load_state_dict(module.state_dict(), strict=False)
+    assert_close(out[~bad], published(x, Context(key_mask=mask))[~bad])
+    # Nor does it enter the gradients of others.
+    inputs = x.clone().requires_grad_()
+    module(inputs, Context(key_mask=mask))[~bad].square().sum().backward()
+    assert inputs.grad[~bad].isfinite().all()
+
+
+# A learned threshold.
+
+
+def learned(kind: str = "head", **options: Any) -> ThresholdRelativeAttention:
+    """With thresholds that differ by head, and by token where tokens set them."""
+    module = ThresholdRelativeAttention(32, 4, 2, threshold=kind, straight_through=0.5, **options)
+    with torch.no_grad():
+        module.threshold_bias += 0.05 * torch.randn(4)
+        if kind == "query":
+            module.threshold_weight += 0.3 * torch.randn(4, 32)
+    return module
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("kind", ["head", "query"])
+@torch.no_grad()
+def test_a_learned_threshold_is_that_of_each_row_from_projections_to_output(kind: str, qk_norm: bool) -> None:
+    module = learned(kind, qk_norm=qk_norm).double()
+    x = torch.randn(2, 13, 32, dtype=torch.float64)
+    query, key, value = module.project(x, Context())
+    gate = torch.sigmoid(x @ module.gate.weight.T + module.gate.bias).log().permute(0, 2, 1)
+    mixed = []
+    for head in range(4):
+        rows = []
+        for i in range(13):
+            threshold = 10 * module.threshold_bias[head].expand(2)
+            if kind == "query":
+                threshold = threshold + x[:, i] @ module.threshold_weight[head]
+            rows.append(
+                torch.stack(
+                    [
+                        loop_attention(
+                            query[b : b + 1, head : head + 1, : i + 1],
+                            key[b : b + 1, head // 2 : head // 2 + 1, : i + 1],
+                            value[b : b + 1, head // 2 : head // 2 + 1, : i + 1],
+                            gate[b : b + 1, head : head + 1, : i + 1],
+                            threshold=threshold[b].item(),
+                        )[0, 0, -1]
+                        for b in range(2)
+                    ]
+                )
+            )
+        mixed.append(torch.stack(rows, dim=1))
+    expected = module.output(torch.cat(mixed, dim=-1))
+    assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["head", "query"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_learned_threshold_gets_the_gradient_of_the_dense_form(kind: str, dtype: torch.dtype) -> None:
+    module = learned(kind).train().to(dtype)
+    x, upstream = torch.randn(2, 2, 21, 32, dtype=dtype).unbind()
+    (module(x) * upstream).sum().backward()
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    query, key, value = module.project(x, Context())
+    thresholds = module.thresholds(x)
+    assert isinstance(thresholds, torch.Tensor)
+    mixed = straight_through_attention(query, key, value, module.log_gate(x), thresholds.expand(2, 4, 21), 0.5)
+    (module.output(mixed.transpose(1, 2).flatten(2)) * upstream).sum().backward()
+    exact = 1e-9 if dtype == torch.float64 else 2e-4
+    for name, parameter in module.named_parameters():
+        assert_close(found[name], parameter.grad, rtol=exact, atol=exact)
+        assert parameter.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", ["head", "query"])
+@pytest.mark.parametrize("qk_norm", [True, False])
+@torch.no_grad()
+def test_a_learned_threshold_is_the_same_with_a_cache(kind: str, qk_norm: bool) -> None:
+    module, x, cache = learned(kind, qk_norm=qk_norm).eval(), torch.randn(2, 19, 32), Cache()
+    mask = torch.ones(2, 19, dtype=torch.bool)
+    mask[1, :5] = False
+    full, seen, parts = module(x, Context(key_mask=mask)), 0, []
+    for piece in x.split([7, 1, 1, 9, 1], dim=1):
+        seen += piece.shape[1]
+        parts.append(module(piece, Context(cache, mask[:, :seen])))
+    assert_close(torch.cat(parts, dim=1), full, rtol=1e-4, atol=1e-5)
+    kept = module.weights(x, Context(key_mask=mask)) > 0
+    query, key, _ = module.project(x, Context())
+    scores = query @ key.repeat_interleave(2, dim=1).mT / 8**0.5
+    thresholds = module.thresholds(x)
+    assert isinstance(thresholds, torch.Tensor)
+    causal = torch.ones(19, 19, dtype=torch.bool).tril() & mask[:, None, None]
+    assert torch.equal(kept, (scores > thresholds.expand(2, 4, 19)[..., None]) & causal)
+
+
+def test_a_learned_threshold_starts_as_asked_and_draws_nothing() -> None:
+    x = torch.randn(1, 40, 32)
+    starts = []
+    for options in ({}, {"threshold": "head"}, {"threshold": "query"}, {"threshold": "head", "threshold_start": -2.0}):
+        torch.manual_seed(7)
+        aid = {"straight_through": 0.5} if options else {}
+        module = ThresholdRelativeAttention(32, 4, **options, **aid).eval()
+        starts.append((module(x), torch.rand(3), module))
+    for out, drawn, _ in starts[:3]:
+        assert torch.equal(out, starts[0][0])
+        assert torch.equal(drawn, starts[0][1])
+    lowered = starts[3][2]
+    assert_close(lowered.thresholds(x), torch.full((4, 1), -2.0))
+    assert_close(lowered.threshold_bias.detach(), torch.full((4,), -0.2))
+    given = ThresholdRelativeAttention(32, 4, threshold=-2.0).eval()
+    given.load_state_dict(lowered.state_dict(), strict=False)
+    assert_close(lowered(x), given(x))
+
+
+def test_an_optimiser_moves_a_learned_threshold_ten_times_as_fast() -> None:
+    module = ThresholdRelativeAttention(32, 4, threshold="head", straight_through=0.5)
+    optimiser = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0)
+    module(torch.randn(2, 30, 32)).square().sum().backward()
+    optimiser.step()
+    thresholds = module.thresholds(torch.empty(0))
+    assert_close(thresholds.abs(), torch.full((4, 1), 1e-2), rtol=1e-3, atol=0.0)
+
+
+def test_the_recommended_form_is_a_name_of_its_own() -> None:
+    module = MECHANISMS["tra-learned"](32, 4)
+    assert (module.threshold, module.straight_through) == ("head", 0.5)
+    assert isinstance(module, ThresholdRelativeAttention)
+    assert_close(module.thresholds(torch.empty(0)).detach(), torch.zeros(4, 1))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"threshold": "head"}, "straight_through must be greater than 0 for a learned threshold"),
+        ({"threshold": "token", "straight_through": 0.5}, "threshold must be one of"),
+        ({"threshold_start": 1.0}, "threshold_start must be 0 for a threshold that is given, got 1.0"),
+        (
+            {"threshold": "head", "straight_through": 0.5, "threshold_start": math.inf},
+            "threshold_start must be a finite number, got inf",
+        ),
+    ],
+)
+def test_a_wrong_threshold_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ThresholdRelativeAttention(32, 4, **options)

@@ -228,11 +228,20 @@ def test_bitsandbytes_leaves_the_gate_alone(kind: str, asked: Any, tmp_path: Pat
     assert changed == {"query", "key", "value", "output", "expand", "contract"}
 
 
-@pytest.mark.parametrize("kind", ["tra", "rope", "llama"])
-def test_onnx_computes_the_same(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("tra", {}),
+        ("tra-learned", {"attention_options": {}}),
+        ("tra-learned", {"attention_options": {"threshold": "query"}}),
+        ("rope", {}),
+        ("llama", {}),
+    ],
+)
+def test_onnx_computes_the_same(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model = build_kind(kind, use_cache=False)
+    model = build_kind(kind, use_cache=False, **options)
 
     def inputs(batch: int, length: int) -> dict[str, Tensor]:
         mask = torch.ones(batch, length, dtype=torch.long)

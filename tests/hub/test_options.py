@@ -15,6 +15,8 @@ from tra.hub import TraConfig, TraForCausalLM
 SOME = [
     ("rope", {"theta": 100.0, "scaling": "linear", "factor": 2.0}),
     ("tra", {"qk_norm": False, "threshold": 0.5}),
+    ("tra", {"threshold": "query", "threshold_start": -1.0, "straight_through": 0.5}),
+    ("tra-learned", {"threshold": "query"}),
     ("cope", {"positions": 5}),
     ("t5", {"buckets": 8}),
     ("differential", {"lambda_start": 0.3}),
@@ -32,7 +34,8 @@ def test_a_saved_model_keeps_its_options(attention: str, options: dict[str, Any]
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     assert torch.equal(generate(loaded, tokens), generate(model, tokens))
     plain = TraForCausalLM(config(attention)).eval()
-    weights = {key: value for key, value in model.state_dict().items() if value.shape == plain.state_dict()[key].shape}
+    shapes = {key: value.shape for key, value in plain.state_dict().items()}
+    weights = {key: value for key, value in model.state_dict().items() if value.shape == shapes.get(key)}
     plain.load_state_dict(weights, strict=False)
     assert not torch.equal(plain(tokens).logits, model(tokens).logits), "the options mean something"
 

@@ -111,9 +111,11 @@ def data_of(page: Explorer) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-@pytest.mark.parametrize("attention", MECHANISMS)
-def test_every_weight_on_the_page_is_that_of_the_library(attention: str, show: Show) -> None:
-    model, (tokens, symbols) = model_of(attention), tokens_of()
+@pytest.mark.parametrize(
+    "attention, options", [*((name, {}) for name in MECHANISMS), ("tra-learned", {"threshold": "query"})]
+)
+def test_every_weight_on_the_page_is_that_of_the_library(attention: str, options: dict[str, Any], show: Show) -> None:
+    model, (tokens, symbols) = model_of(attention, attention_options=options), tokens_of()
     page = explore({attention: model}, tokens, symbols)
     shown = show(page).weights()
     _, weights = inspect_heads(model, tokens)

@@ -42,6 +42,17 @@ def test_a_mechanism_leaves_its_terms_with_who_asks(attention: str) -> None:
         assert found.scale == pytest.approx(width**-0.5)
 
 
+@pytest.mark.parametrize("kind", ["head", "query"])
+def test_learned_thresholds_are_stored_in_place_of_the_weights(kind: str) -> None:
+    attention = MECHANISMS["tra-learned"](24, 3, threshold=kind)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    found = packed(attention)
+    assert found["weights"] is None
+    assert found["threshold"]["length"] == 3 * 19
+
+
 def test_pairs_that_another_order_of_summing_could_put_on_the_wrong_side_are_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,10 +20,11 @@ from tra.attention.sinusoidal import SinusoidalAttention
 from tra.attention.ssmax import ScalableSoftmaxAttention
 from tra.attention.stick_breaking import StickBreakingAttention
 from tra.attention.t5 import BucketBiasAttention
-from tra.attention.threshold_relative import ThresholdRelativeAttention
+from tra.attention.threshold_relative import LearnedThresholdAttention, ThresholdRelativeAttention
 
 MECHANISMS: dict[str, type[Attention]] = {
     "tra": ThresholdRelativeAttention,
+    "tra-learned": LearnedThresholdAttention,
     "rope": RotaryAttention,
     "nope": UnpositionedAttention,
     "sinusoidal": SinusoidalAttention,

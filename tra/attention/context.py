@@ -18,8 +18,8 @@ class Terms(NamedTuple):
     scale: float
     bias: Tensor | None = None
     """Added to the scores, broadcast to ``[B, Hq, L, L]``."""
-    threshold: float | None = None
-    """A key is kept when its score is greater; None keeps all."""
+    threshold: float | Tensor | None = None
+    """A key is kept when its score is greater; a tensor broadcasts to ``[B, Hq, L]``, None keeps all."""
     log_gate: Tensor | None = None
     """``[B, Hq, L]``: what each step of distance, counted among the keys kept, adds to a score."""
 

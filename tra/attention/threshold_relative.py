@@ -2,25 +2,24 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
-from torch.compiler import is_compiling
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tra.attention.base import Attention, Context
-from tra.attention.dense import dense_mix, dense_scores
 from tra.attention.gate import GatedAttention
-from tra.attention.straight_through import straight_through_weights
 from tra.lookup import lookup
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS
 
 KEEPS_ALL = -1e30
 """A threshold below every score, and finite as the operator wants it."""
-LONG = 4096
-"""Keys from which on it costs less to compute a new token's heads one by one than to find every key's norm again."""
+LearnedThreshold = Literal["head", "query"]
+THRESHOLD_RATE = 10.0
+"""What the stored parameter of a learned threshold is multiplied by: an optimiser such as AdamW, whose steps do not
+depend on the size of gradients, then moves the threshold ten times as fast as other parameters."""
 
 
 class OperatorAttention(Attention):
@@ -33,7 +32,8 @@ class OperatorAttention(Attention):
         impl: which implementation of the operator to use.
     """
 
-    threshold: float
+    threshold: float | str
+    straight_through: float = 0.0
 
     def __init__(
         self,
@@ -55,14 +55,18 @@ class OperatorAttention(Attention):
     def log_gate(self, x: Tensor) -> Tensor:
         """``[B, Hq, L]``, never positive: what a step of distance costs each query."""
 
+    def thresholds(self, x: Tensor) -> float | Tensor:
+        """What a score must exceed for its key to be kept: a number, or a tensor that broadcasts to ``[B, Hq, L]``."""
+        assert not isinstance(self.threshold, str)
+        return self.threshold
+
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        rule, log_gate = self.rule(context), self.log_gate(x)
+        rule, threshold, log_gate = self.rule(context), self.thresholds(x), self.log_gate(x)
         key, value, norm = self.remembered(key, value, context)
-        context.note(query, key, 1 / math.sqrt(self.head_width), None, self.threshold, log_gate)
-        several = query.shape[2] > 1 or key.shape[2] < LONG
-        if norm is None or several or context.exact or rule["dropout"] > 0.0 or is_compiling():
-            return threshold_relative_attention(query, key, value, log_gate, **rule)
-        return attend_one_by_one(query, key, value, log_gate, norm, rule)
+        context.note(query, key, 1 / math.sqrt(self.head_width), None, threshold, log_gate)
+        if norm is not None and query.shape[2] == 1 and not context.exact:
+            rule["score_bound"] = score_bounds(query, norm, context.key_mask)
+        return threshold_relative_attention(query, key, value, log_gate, threshold=threshold, **rule)
 
     def remembered(self, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of all tokens, and the norms of keys where they are kept to bound a new token's scores."""
@@ -73,11 +77,12 @@ class OperatorAttention(Attention):
         return key, value, norm
 
     def rule(self, context: Context) -> dict[str, Any]:
-        """What the operator is told beside its tensors."""
+        """What the operator is told beside its tensors and the threshold."""
         return {
             "key_mask": context.key_mask,
             "segment_ids": context.segment_ids,
-            "threshold": self.threshold,
+            # Where no gradient is recorded it would change nothing.
+            "straight_through": self.straight_through if torch.is_grad_enabled() else 0.0,
             "dropout": self.active_dropout(context),
             # A key that an early stop leaves out would look as if it had not passed the threshold.
             "tolerance": 0.0 if context.exact else self.tolerance,
@@ -93,38 +98,14 @@ def key_norms(key: Tensor) -> Tensor:
     return norm.where(key.isfinite().all(-1), 0.0)
 
 
-def attend_one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor, norm: Tensor, rule: Mapping[str, Any]
-) -> Tensor:
-    """The operator for one new token, told the bound that it would find in all visible keys.
-
-    One head of one sequence at a time, because each has a bound of its own. What is read of every key is its norm.
-    """
-    key_mask, segment_ids = rule["key_mask"], rule["segment_ids"]
+def score_bounds(query: Tensor, norm: Tensor, key_mask: Tensor | None) -> Tensor:
+    """``[B, Hq, 1]``: the bound on a new token's scores that the operator would find by reading every key; what is
+    read of each key is its norm ``[B, Hkv, Lk]``."""
     if key_mask is not None:
         norm = norm.masked_fill(~key_mask[:, None], 0.0)
-    group = query.shape[1] // key.shape[1]
     scale = torch.tensor(1.0 / math.sqrt(query.shape[3]), dtype=torch.float32).item()  # as the kernel holds it
-    size = scale * torch.linalg.vector_norm(query[:, :, 0], dim=-1, dtype=torch.float64)
-    bounds = (size * norm.amax(-1).repeat_interleave(group, dim=1)).tolist()
-    rows = []
-    for b, of_heads in enumerate(bounds):
-        sequence = slice(b, b + 1)
-        own: dict[str, Any] = dict(rule)
-        own["key_mask"] = None if key_mask is None else key_mask[sequence]
-        own["segment_ids"] = None if segment_ids is None else segment_ids[sequence]
-        for h, bound in enumerate(of_heads):
-            head, key_head = slice(h, h + 1), slice(h // group, h // group + 1)
-            # None for a query of zeros, or one that is not finite.
-            own["score_bound"] = bound if 0.0 < bound < math.inf else None
-            tensors = (
-                query[sequence, head],
-                key[sequence, key_head],
-                value[sequence, key_head],
-                log_gate[sequence, head],
-            )
-            rows.append(threshold_relative_attention(*tensors, **own))
-    return torch.cat(rows).view(*query.shape[:3], value.shape[3])
+    size = scale * torch.linalg.vector_norm(query, dim=-1, dtype=torch.float64)
+    return size * norm.amax(-1, keepdim=True).repeat_interleave(query.shape[1] // norm.shape[1], dim=1)
 
 
 class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
@@ -133,10 +114,13 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
     Takes the arguments of :class:`~tra.attention.gate.GatedAttention` and :class:`OperatorAttention`, and:
 
     Args:
-        threshold: a key is kept when its score is greater.
+        threshold: a key is kept when its score is greater. A number, or what is learned, ours: "head" is one number for
+            each head, "query" is one that each token sets for its own query in each head, by a projection.
+        threshold_start: where a learned threshold starts, for every token. 0 is the published rule; a value below most
+            scores, such as -2, keeps nearly all keys at first.
         straight_through: an aid to training, ours: the temperature of the sigmoid through which the gradient passes the
-            threshold, so that keys that are left out learn too; 0.5 does well. What is computed stays the same, and in
-            training takes memory for the whole matrix of weights. 0 is the published rule, which stops that gradient.
+            threshold, so that keys that are left out learn too; 0.5 does well. What is computed stays the same.
+            0 is the published rule, which stops that gradient. A learned threshold needs it.
 
     Example:
         >>> attention = ThresholdRelativeAttention(width=64, heads=4)
@@ -150,22 +134,64 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
         heads: int,
         kv_heads: int | None = None,
         *,
-        threshold: float = 0.0,
+        threshold: float | LearnedThreshold = 0.0,
+        threshold_start: float = 0.0,
         straight_through: float = 0.0,
         **shared: Any,
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
         if not 0.0 <= straight_through < math.inf:
             raise ValueError(f"straight_through must be a temperature of at least 0, got {straight_through!r}")
+        if not -math.inf < threshold_start < math.inf:
+            raise ValueError(f"threshold_start must be a finite number, got {threshold_start!r}")
         self.threshold, self.straight_through = threshold, straight_through
+        if not isinstance(threshold, str):
+            if threshold_start != 0.0:
+                raise ValueError(f"threshold_start must be 0 for a threshold that is given, got {threshold_start!r}")
+            return
+        lookup(dict.fromkeys(get_args(LearnedThreshold)), threshold, "threshold")
+        if straight_through == 0.0:
+            raise ValueError(
+                "straight_through must be greater than 0 for a learned threshold, whose gradient passes through it; "
+                "0.5 does well"
+            )
+        # Nothing is drawn at random, so that everything else starts as it does beside a threshold that is given.
+        self.threshold_bias = nn.Parameter(torch.full((heads,), threshold_start / THRESHOLD_RATE))
+        if threshold == "query":
+            self.threshold_weight = nn.Parameter(torch.zeros(heads, width))
 
-    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        if self.straight_through == 0.0 or not (self.training and torch.is_grad_enabled()) or x.shape[1] == 0:
-            return super().attend(x, query, key, value, context)
-        log_gate = self.log_gate(x)
-        key, value, _ = self.remembered(key, value, context)
-        context.note(query, key, 1 / math.sqrt(self.head_width), None, self.threshold, log_gate)
-        scores = dense_scores(query, key, context._replace(terms=None))
-        visible = context.visible(query, key)
-        weights = straight_through_weights(scores, log_gate, visible, self.threshold, self.straight_through)
-        return dense_mix(weights, value, self.active_dropout(context))
+    def thresholds(self, x: Tensor) -> float | Tensor:
+        if not isinstance(self.threshold, str):
+            return self.threshold
+        bias = THRESHOLD_RATE * self.threshold_bias
+        if self.threshold == "head":
+            return bias[:, None]
+        return F.linear(x, self.threshold_weight, bias).transpose(1, 2)
+
+
+class LearnedThresholdAttention(ThresholdRelativeAttention):
+    """TRA as it is recommended for training: each head learns its threshold, through straight-through gradients.
+
+    The same arguments as :class:`ThresholdRelativeAttention` takes, with other defaults.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        threshold: LearnedThreshold = "head",
+        threshold_start: float = 0.0,
+        straight_through: float = 0.5,
+        **shared: Any,
+    ) -> None:
+        super().__init__(
+            width,
+            heads,
+            kv_heads,
+            threshold=threshold,
+            threshold_start=threshold_start,
+            straight_through=straight_through,
+            **shared,
+        )

@@ -16,6 +16,8 @@ Prepare = Callable[[], Work]
 
 CACHED = {"small": (128, 1024, 4096, 16384, 65536), "medium": (4096, 65536)}
 """Tokens in the cache of language models of these sizes."""
+STRAIGHT_THROUGH = 0.5
+"""The temperature that is recommended for training."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def cases() -> Iterator[Case]:
     ):
         for shape, speedup in speedups.items():
             yield _attention("default tolerance", shape, 1 / speedup, backward, None)
+    for shape, goal in {(8, 4, 512): 1 / 2.5, (1, 8, 4096): 1 / 8, (1, 8, 16384): 1 / 20}.items():
+        yield _attention("straight-through", shape, goal, True, None, straight_through=STRAIGHT_THROUGH)
     for length in (32768, 65536):
         yield _growth(length, length // 2)
     for batch in (1, 8):
@@ -81,6 +85,8 @@ def cases() -> Iterator[Case]:
     yield _training("mini", 16, 512, 0.9)
     yield _training("medium", 8, 128, 1.0)
     yield _training("medium", 8, 1024, 0.85)
+    for size, batch, length, goal in (("mini", 16, 512, 0.85), ("medium", 8, 128, 1.05), ("medium", 8, 1024, 0.95)):
+        yield _training(size, batch, length, goal, straight_through=STRAIGHT_THROUGH)
 
 
 def _attention(
@@ -90,6 +96,7 @@ def _attention(
     backward: bool,
     tolerance: float | None,
     listings: bool = False,
+    straight_through: float = 0.0,
 ) -> Case:
     batch, heads, length = shape
     prepare = partial(attention, batch=batch, heads=heads, queries=length, keys=length, backward=backward)
@@ -99,7 +106,7 @@ def _attention(
         others["paper, eager"] = lambda: prepare(papers_listing)
         others["paper, compiled"] = lambda: prepare(torch.compile(papers_listing))
     what = f"{'forward + backward' if backward else 'forward'}, {how}"
-    return Case(what, "x".join(map(str, shape)), lambda: prepare(native(tolerance)), others, goal)
+    return Case(what, "x".join(map(str, shape)), lambda: prepare(native(tolerance, straight_through)), others, goal)
 
 
 def _growth(length: int, half: int) -> Case:
@@ -139,14 +146,16 @@ def _generation(size: str, cached: int) -> Case:
     )
 
 
-def _training(size: str, batch: int, length: int, goal: float) -> Case:
-    def prepare(mechanism: str) -> Work:
-        return training_step(sized(size, attention=mechanism, dropout=0.0), batch, length)
+def _training(size: str, batch: int, length: int, goal: float, straight_through: float = 0.0) -> Case:
+    def prepare(mechanism: str, **options: float) -> Work:
+        config = sized(size, attention=mechanism, attention_options=options, dropout=0.0)
+        return training_step(config, batch, length)
 
+    options = {"straight_through": straight_through} if straight_through else {}
     return Case(
-        f"training step, {size} model",
+        f"training step, {size} model" + (", straight-through" if options else ""),
         f"{batch}x{length}",
-        lambda: prepare("tra"),
+        lambda: prepare("tra", **options),
         {"RoPE on SDPA": lambda: prepare("rope")},
         goal,
     )

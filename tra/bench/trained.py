@@ -37,11 +37,16 @@ class Layer(NamedTuple):
     key: Tensor
     value: Tensor
     log_gate: Tensor
+    threshold: float | Tensor
 
     def mixed(self, new: int | None = None) -> Tensor:
         """The operator as the layer calls it: of all tokens, or of the last few with all others cached."""
         query, gate = (x if new is None else x[:, :, -new:] for x in (self.query, self.log_gate))
-        return threshold_relative_attention(query, self.key, self.value, gate, **self.attention.rule(Context()))
+        threshold = self.threshold
+        if new is not None and isinstance(threshold, Tensor):
+            threshold = threshold[..., -new:]
+        rule = self.attention.rule(Context())
+        return threshold_relative_attention(query, self.key, self.value, gate, threshold=threshold, **rule)
 
 
 def trained_cases(run: Run, lengths: Sequence[int] = LENGTHS) -> Iterator[Case]:
@@ -104,7 +109,10 @@ def layers_of(model: Decoder, tokens: Tensor) -> list[Layer]:
         assert isinstance(block, Block)
         assert isinstance(block.attention, OperatorAttention)
         x = block.attention_norm(stream)
-        layers.append(Layer(block.attention, *block.attention.project(x, Context()), block.attention.log_gate(x)))
+        attention = block.attention
+        layers.append(
+            Layer(attention, *attention.project(x, Context()), attention.log_gate(x), attention.thresholds(x))
+        )
     return layers
 
 

@@ -37,9 +37,15 @@ def language_like(batch: int, heads: int, queries: int, keys: int) -> tuple[Tens
     return query, key, value, gate
 
 
-def native(tolerance: float | None = None) -> Rule:
+def native(tolerance: float | None = None, straight_through: float = 0.0) -> Rule:
     """The mechanism as the CPU kernel computes it. A tolerance of 0 visits every key."""
-    return partial(threshold_relative_attention, tolerance=tolerance, score_bound=BOUND, impl="cpu")
+    return partial(
+        threshold_relative_attention,
+        tolerance=tolerance,
+        straight_through=straight_through,
+        score_bound=BOUND,
+        impl="cpu",
+    )
 
 
 def papers_listing(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> Tensor:

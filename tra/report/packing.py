@@ -132,6 +132,9 @@ class _Rule:
             bias=None if terms.bias is None else terms.bias[0].double().cpu(),
             log_gate=None if terms.log_gate is None else terms.log_gate[0].float().cpu(),
         )
+        if isinstance(terms.threshold, Tensor):
+            rows = terms.query.shape[:2]
+            terms = terms._replace(threshold=terms.threshold.float().expand(1, *rows)[0].cpu())
         return cls(terms, *_decomposed(terms.bias), terms.bias is not None)
 
     def explains(self, weights: Tensor) -> bool:
@@ -145,11 +148,12 @@ class _Rule:
         return True
 
     def pack(self, arrays: Arrays) -> dict[str, Any]:
+        threshold = self.terms.threshold
         return {
             "query": arrays.add(self.terms.query),
             "key": arrays.add(self.terms.key),
             "scale": self.terms.scale,
-            "threshold": self.terms.threshold,
+            "threshold": arrays.add(threshold) if isinstance(threshold, Tensor) else threshold,
             "log_gate": None if self.terms.log_gate is None else arrays.add(self.terms.log_gate),
             "by_distance": None if self.by_distance is None else arrays.add(self.by_distance),
             "by_key": None if self.by_key is None else arrays.add(self.by_key),
@@ -163,8 +167,8 @@ class _Rule:
             length = len(matrix)
             score = self._scores(head)
             kept = self._kept(head, length)
-            if self.terms.threshold is not None:
-                above = score - self.terms.threshold
+            if (threshold := self._threshold(head)) is not None:
+                above = score - threshold
                 wrong = ((above > 0) != kept) | (above.abs() < CLOSE)
                 keeps.append(_listed(wrong.tril(), kept))
             found = self._weights(head, score, kept).float()
@@ -181,12 +185,18 @@ class _Rule:
     def _kept(self, head: int, length: int) -> Tensor:
         """Which keys the library keeps for each query."""
         visible = torch.ones(length, length, dtype=torch.bool).tril()
-        if self.terms.threshold is None:
+        threshold = self._threshold(head)
+        if threshold is None:
             return visible
         query, key = self.terms.query[head], self._of_group(head)
         none = torch.zeros(1, 1, length)
-        scale, threshold = self.terms.scale, self.terms.threshold
-        return attention_terms(query[None, None], key[None, None], none, visible, scale, threshold)[1][0, 0]
+        terms = attention_terms(query[None, None], key[None, None], none, visible, self.terms.scale, threshold)
+        return terms.keep[0, 0]
+
+    def _threshold(self, head: int) -> float | Tensor | None:
+        """One number, or each query's ``[L, 1]``."""
+        threshold = self.terms.threshold
+        return threshold[head, :, None] if isinstance(threshold, Tensor) else threshold
 
     def _weights(self, head: int, score: Tensor, kept: Tensor) -> Tensor:
         logits = score.clone()

@@ -32,7 +32,8 @@ class Layer {
     this.query = read(packed.query);
     this.key = read(packed.key);
     this.scale = packed.scale;
-    this.threshold = packed.threshold ?? null;
+    // One number, or one for each query of each head.
+    this.threshold = typeof packed.threshold === "number" ? packed.threshold : read(packed.threshold);
     this.logGate = read(packed.log_gate);
     this.byDistance = read(packed.by_distance);
     this.byKey = read(packed.by_key);
@@ -60,6 +61,9 @@ class Layer {
   get hasScores() { return this.query !== null; }
   get hasDistance() { return this.logGate !== null && this.gates !== null; }
   keepsSome(head) { return this.threshold !== null || this.heads[head].kept < 1; }
+  limit(head, query) {
+    return typeof this.threshold === "number" ? this.threshold : this.threshold[head * this.length + query];
+  }
   gate(head, token) { return this.gates === null ? null : this.gates[head * this.length + token]; }
 
   // Of a query: scores, whether each key is kept, its distance among the keys kept, and its weight.
@@ -79,7 +83,8 @@ class Layer {
     if (this.weights) return this.stored(head, query, scores);
     const kept = new Uint8Array(query + 1).fill(1);
     if (this.threshold !== null) {
-      for (let key = 0; key <= query; key++) kept[key] = scores[key] > this.threshold ? 1 : 0;
+      const limit = this.limit(head, query);
+      for (let key = 0; key <= query; key++) kept[key] = scores[key] > limit ? 1 : 0;
       for (const [key, value] of this.keeps?.[head].get(query) ?? []) kept[key] = value;
     }
     const distance = new Int32Array(query + 1);
