@@ -50,8 +50,12 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> list[list[Cell]]:
 @pytest.fixture
 def small_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the smoke scale of figure2 reads, in a few kilobytes."""
-    write_folder(tmp_path / "data" / "wikitext-2", prose(1, 800))
-    write_folder(tmp_path / "data" / "wikitext-103", "", prose(2, 300))
-    monkeypatch.setenv("TRA_DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("TRA_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "data"
+    return write_small_texts(tmp_path, monkeypatch)
+
+
+def write_small_texts(place: Path, patch: pytest.MonkeyPatch) -> Path:
+    write_folder(place / "data" / "wikitext-2", prose(1, 800))
+    write_folder(place / "data" / "wikitext-103", "", prose(2, 300))
+    patch.setenv("TRA_DATA", str(place / "data"))
+    patch.setenv("TRA_CACHE", str(place / "cache"))
+    return place / "data"

@@ -1,24 +1,29 @@
 """What the paper's table and figures are made of."""
 
 import csv
+import io
 import json
+import shutil
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
+from tests.experiments.conftest import REPRODUCE, write_small_texts
 from tests.experiments.small import PNG, content_of, files_below, grid_of, made_in, smoke
 from tra.attention import MECHANISMS
 from tra.cli import main
 from tra.experiments import Experiment, Outcome, Request, Row
 from tra.experiments.aids import AIDS
-from tra.experiments.cells import Cell
 from tra.experiments.demo import DEMO
 from tra.experiments.figure1 import FIGURE1
 from tra.experiments.figure2 import FIGURE2
 from tra.experiments.figure3 import FIGURE3, TEXT
+from tra.experiments.local_jobs import run_cell
 from tra.experiments.longer import LONGER
 from tra.experiments.norms import COMPARED, NORMS
 from tra.experiments.passkey import PASSKEY
@@ -29,10 +34,12 @@ from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
 from tra.model import Decoder
 from tra.recipes import RECIPES
 from tra.recipes.strings import SETS
+from tra.report.figures import save_figure
 from tra.report.records import grouped
 from tra.tasks import TASKS, ExactMatch, Perplexity
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
+FIGURE2_MADE = {"table.md", "table.tex", "table.csv", "perplexity.png", "report.html", "results.json"}
 
 
 def test_paper_scale_has_the_papers_numbers() -> None:
@@ -130,33 +137,56 @@ def test_figure3_in_the_folder_of_figure2_trains_nothing_and_spoils_nothing(
     assert "".join(shown) == TEXT
 
 
-@pytest.mark.usefixtures("small_texts")
-def test_figure2_ends_in_tables_of_perplexity_and_a_figure(
-    tmp_path: Path, drawn: list[Figure], run_here: list[list[Cell]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "figure"
-    command = smoke("figure2", folder, "--seeds", "2", "--attention", "tra,rope")
-    assert main(command) == 0
-    table = (folder / "table.md").read_text()
-    shown = capsys.readouterr().out
-    assert table in shown
-    assert shown.splitlines()[-1] == str(folder)
-    made = made_in(folder)
-    assert made == {"table.md", "table.tex", "table.csv", "perplexity.png", "report.html", "results.json"}
-    assert (folder / "perplexity.png").read_bytes().startswith(PNG)
+class Figure2(NamedTuple):
+    """What one command left behind: three windows, of two mechanisms with two seeds."""
 
-    # Three windows, of two mechanisms with two seeds.
-    content = content_of(folder)
-    rows = content["results"]
-    assert (content["runs"], content["finished"], len(rows)) == (4, 4, 12)
-    assert {(row["length"], row["stride"]) for row in rows} == {(16, None), (32, None), (32, 8)}
-    assert {row["tokens"] for row in rows} == {128}
-    assert content["recipes"]["wikitext103"]["task_options"]["evaluation"] == "wikitext-103"
+    folder: Path
+    shown: str
+    figure: Figure
+    rows: list[dict[str, Any]]
 
-    def means(measure: str, length: int, stride: int | None) -> dict[str, float]:
-        mine = [row for row in rows if (row["length"], row["stride"]) == (length, stride)]
+    def means(self, measure: str, length: int, stride: int | None) -> dict[str, float]:
+        mine = [row for row in self.rows if (row["length"], row["stride"]) == (length, stride)]
         return {name: sum(row[measure] for row in mine if row["attention"] == name) / 2 for name in ("tra", "rope")}
 
+
+@pytest.fixture(scope="module")
+def figure2(tmp_path_factory: pytest.TempPathFactory) -> Figure2:
+    """Run once for all tests, which leave the folder as it is."""
+    place, shown = tmp_path_factory.mktemp("figure2"), io.StringIO()
+    figures: list[Figure] = []
+
+    def drawn(figure: Figure, path: Path) -> None:
+        figures.append(figure)
+        save_figure(figure, path)
+
+    command = smoke("figure2", place / "figure", "--seeds", "2", "--attention", "tra,rope")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown):
+        write_small_texts(place, patch)
+        patch.setattr(REPRODUCE, "run_all", lambda cells, jobs: [run_cell(cell) for cell in cells])
+        patch.setattr(REPRODUCE, "save_figure", drawn)
+        assert main(command) == 0
+    folder = place / "figure"
+    return Figure2(folder, shown.getvalue(), figures[-1], content_of(folder)["results"])
+
+
+def test_figure2_writes_tables_a_figure_and_a_report(figure2: Figure2) -> None:
+    assert (figure2.folder / "table.md").read_text() in figure2.shown
+    assert figure2.shown.splitlines()[-1] == str(figure2.folder)
+    assert made_in(figure2.folder) == FIGURE2_MADE
+    assert (figure2.folder / "perplexity.png").read_bytes().startswith(PNG)
+
+
+def test_figure2_measures_every_window(figure2: Figure2) -> None:
+    content = content_of(figure2.folder)
+    assert (content["runs"], content["finished"], len(figure2.rows)) == (4, 4, 12)
+    assert {(row["length"], row["stride"]) for row in figure2.rows} == {(16, None), (32, None), (32, 8)}
+    assert {row["tokens"] for row in figure2.rows} == {128}
+    assert content["recipes"]["wikitext103"]["task_options"]["evaluation"] == "wikitext-103"
+
+
+def test_figure2_has_a_table_for_each_unit_and_kind_of_window(figure2: Figure2) -> None:
+    table = (figure2.folder / "table.md").read_text()
     assert table.startswith("## Difference to tra\n")
     parts = table.split("## ")[2:]
     assert [part.splitlines()[0] for part in parts] == [
@@ -164,6 +194,11 @@ def test_figure2_ends_in_tables_of_perplexity_and_a_figure(
         for unit in ("token", "word", "byte")
         for how in ("windows side by side", "sliding windows")
     ]
+    assert "| attention | 32 by 8 |" in parts[1]
+
+
+def test_tables_of_figure2_hold_means_with_the_lowest_bold_and_intervals_around_them(figure2: Figure2) -> None:
+    parts = (figure2.folder / "table.md").read_text().split("## ")[2:]
     for part, measure in zip(parts[::2], ("perplexity", "perplexity_per_word", "perplexity_per_byte"), strict=True):
         assert " No mechanism was tuned. " in part
         lines = part[part.index("| attention") :].splitlines()
@@ -171,7 +206,7 @@ def test_figure2_ends_in_tables_of_perplexity_and_a_figure(
         assert lines[4] == "| test sequences | 8 | 4 |"
         cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in lines[2:4]}
         for column, length in enumerate((16, 32)):
-            expected = means(measure, length, None)
+            expected = figure2.means(measure, length, None)
             lowest = min(expected.values())
             for name, mean in expected.items():
                 text = cells[name][column]
@@ -179,34 +214,40 @@ def test_figure2_ends_in_tables_of_perplexity_and_a_figure(
                 assert float(text.strip("*").split(" ± ")[0]) == pytest.approx(mean, abs=0.006)
                 low, high = (float(bound) for bound in text.strip("*]").split(" [")[1].split(", "))
                 assert low - 0.01 <= mean <= high + 0.01
-    assert "| attention | 32 by 8 |" in parts[1]
 
-    with open(folder / "table.csv", newline="") as file:
+
+def test_the_csv_of_figure2_holds_the_same_means(figure2: Figure2) -> None:
+    with open(figure2.folder / "table.csv", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["measure"] == "perplexity"]
     assert len(lines) == 6
     for line in lines:
-        expected = means("perplexity", int(line["length"]), 8 if "stride 8" in line["set"] else None)
+        expected = figure2.means("perplexity", int(line["length"]), 8 if "stride 8" in line["set"] else None)
         assert float(line["mean"]) == pytest.approx(expected[line["attention"]], abs=1e-5)
 
-    windows, positions = drawn[-1].axes
+
+def test_figure2_draws_the_same_means_by_window_and_the_loss_by_position(figure2: Figure2) -> None:
+    windows, positions = figure2.figure.axes
     assert [line.get_label() for line in windows.lines] == ["tra", "rope"]
     assert [line.get_xdata().tolist() for line in windows.lines] == [[16, 32]] * 2
     assert [line.get_xdata().tolist() for line in positions.lines] == [[2, 4, 8, 16, 32]] * 2
     for line in windows.lines:
-        expected = [means("perplexity", length, None)[str(line.get_label())] for length in (16, 32)]
+        expected = [figure2.means("perplexity", length, None)[str(line.get_label())] for length in (16, 32)]
         assert line.get_ydata().tolist() == pytest.approx(expected)
 
-    # All of it from what is stored.
-    before, first = files_below(folder / "runs"), {name: (folder / name).read_bytes() for name in made}
-    for name in made:
+
+def test_figure2_is_made_again_from_what_is_stored(figure2: Figure2, tmp_path: Path) -> None:
+    folder = tmp_path / "figure"
+    shutil.copytree(figure2.folder, folder)
+    before = files_below(folder / "runs")
+    first = {name: (folder / name).read_bytes() for name in FIGURE2_MADE}
+    for name in FIGURE2_MADE:
         (folder / name).unlink()
-    assert main([*command, "--no-train"]) == 0
-    assert len(run_here) == 1
+    assert main(smoke("figure2", folder, "--seeds", "2", "--attention", "tra,rope", "--no-train")) == 0
     assert files_below(folder / "runs") == before
     for name in ("table.md", "table.tex", "table.csv"):
         assert (folder / name).read_bytes() == first[name]
     assert (folder / "perplexity.png").read_bytes().startswith(PNG)
-    assert content_of(folder)["results"] == rows
+    assert content_of(folder)["results"] == figure2.rows
 
 
 @pytest.mark.usefixtures("run_here")
