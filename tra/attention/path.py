@@ -48,6 +48,7 @@ class PathAttention(Attention):
         key, value, raw, strength = context.remember(key, value, raw, strength)
         if context.key_mask is not None:  # padding transforms nothing
             strength = strength.masked_fill(~context.key_mask[:, None], 0.0)
+        context.note(query, key, 1 / math.sqrt(self.head_width))  # scores before anything is transformed
         scores = transformed_scores(query, key, self.directions(raw, context), strength)
         weights = dense_softmax(scores, context.visible(query, key))
         return dense_mix(weights, value, self.active_dropout(context))
