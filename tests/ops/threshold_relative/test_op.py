@@ -236,7 +236,7 @@ UNSUPPORTED: dict[str, tuple[str, Callable[[Callable[[Tensor], Tensor]], object]
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_raises_instead_of_returning_a_number(
     attend: Callable[[Tensor], Tensor], name: str
@@ -252,7 +252,7 @@ def test_vmap_over_the_gate_raises_too() -> None:
         vmap(lambda gate: threshold_relative_attention(query, key, value, gate))(log_gate[None])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_compiling_forward_mode_raises_too(attend: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(Exception, match="does not support forward-mode"):
         torch.compile(lambda query: jvp(attend, (query,), (TANGENT,))[1], fullgraph=True)(QUERY)
@@ -368,6 +368,7 @@ def test_graphs_hold_the_operator() -> None:
         assert torch.equal(out, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @torch.no_grad()
 def test_dual_numbers_are_refused_without_gradients_too() -> None:
     query, *others = random_inputs(dtype=torch.float32)
