@@ -20,6 +20,7 @@ SOME = {
     "export": ["nowhere", "new"],
     "generate": ["nowhere", "--prompt", "The"],
     "bench": [],
+    "doctor": [],
     "list": [],
 }
 """Of every command, arguments that it understands."""

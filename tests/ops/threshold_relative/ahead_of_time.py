@@ -1,8 +1,9 @@
 """`make gpu-check`: every Triton kernel compiled for every GPU that is promised, on a machine that has none.
 
 What is launched is what is compiled: the launches of a small call are recorded and their arguments taken as they are.
-Checked are registers, stack, shared memory and occupancy against ceilings.json, the product instruction of the scores,
-and that the inner loops copy asynchronously. Results are kept under build/ by a digest of sources and arguments.
+Checked are shared memory against what the processor has, stack use against the exceptions in ceilings.json, the product
+instruction of the scores, and that the inner loops copy asynchronously. Results are kept under build/ by a digest of
+sources and arguments.
 """
 
 import argparse
@@ -13,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -51,33 +54,36 @@ POINTERS = {
 class Processor:
     family: str
     instruction: str
-    """Of the scores up to a width of 128, with {keys} for the keys of a block."""
+    """Of the scores up to a width of 128, with {keys} for the keys of a block and {type} for their dtype."""
+    limit: int
+    """Bytes of shared memory that a program can have."""
     shared: int
     """Bytes of shared memory per multiprocessor."""
     warps: int
     """That a multiprocessor holds at most."""
 
 
-OF_A_WARP = "mma.sync.aligned.m16n8k16"
+OF_A_WARP = "mma.sync.aligned.m16n8k16.row.col.f32.{type}.{type}.f32"
+"""With its dtype: the count of kept keys is a product of float16."""
 PROCESSORS = {
-    "sm_80": Processor("warp", OF_A_WARP, 164 << 10, 64),
-    "sm_86": Processor("warp", OF_A_WARP, 100 << 10, 48),
-    "sm_89": Processor("warp", OF_A_WARP, 100 << 10, 48),
-    "sm_90": Processor("hopper", "wgmma.mma_async.sync.aligned.m64n{keys}k16", 228 << 10, 64),
-    "sm_100": Processor("blackwell", "tcgen05.mma", 228 << 10, 64),
-    "sm_120": Processor("warp", OF_A_WARP, 100 << 10, 48),
-    "gfx942": Processor("mfma", "v_mfma_f32_", 64 << 10, 32),
+    "sm_80": Processor("warp", OF_A_WARP, 163 << 10, 164 << 10, 64),
+    "sm_86": Processor("warp", OF_A_WARP, 99 << 10, 100 << 10, 48),
+    "sm_89": Processor("warp", OF_A_WARP, 99 << 10, 100 << 10, 48),
+    "sm_90": Processor(
+        "hopper", "wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.{type}.{type}", 227 << 10, 228 << 10, 64
+    ),
+    "sm_100": Processor("blackwell", "tcgen05.mma", 227 << 10, 228 << 10, 64),
+    "sm_120": Processor("warp", OF_A_WARP, 99 << 10, 100 << 10, 48),
+    "gfx942": Processor("mfma", "v_mfma_f32_{shape}_{type}", 64 << 10, 64 << 10, 32),
 }
+NAMES = {"bfloat16": "bf16", "float16": "f16"}
 
 
 @dataclass(frozen=True)
 class Launch:
     kernel: Any
-    arguments: tuple[Any, ...]
+    arguments: dict[str, Any]
     options: dict[str, int]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[self.kernel.arg_names.index(name)]
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,8 @@ class Compiled:
 
 MOST_CHOICES = 3
 """Tiles that a kernel has to choose from."""
-WALKING = ("forward", "decode_part", "backward_query", "backward_key")
+WALKING = ("forward", "decode_part", "join_parts", "backward_query", "backward_key")
 """The others take no time that counts."""
-LAUNCHED = (*WALKING, "join_parts", "pack_rows", "look_at_rows", "list_visitors")
 
 
 class Recorder:
@@ -116,60 +121,79 @@ class Recorder:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def record(*arguments: Any, **options: int) -> None:
-            self.launches.append(Launch(self.kernel, arguments, options))
+        def record(**given: Any) -> None:
+            arguments = {name: given.pop(name) for name in self.kernel.arg_names}
+            self.launches.append(Launch(self.kernel, arguments, given))
 
         return record
 
+    @property
+    def arg_names(self) -> list[str]:
+        return self.kernel.arg_names
+
+
+@contextmanager
+def recorded(family: str) -> Iterator[list[Launch]]:
+    """Within it kernels are not launched but listed, as on a processor of that family."""
+    found: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "family", lambda device: family)
+        for name in kernels.__all__:
+            patch.setattr(kernels, name, Recorder(getattr(kernels, name), found))
+        yield found
+
 
 def launches(family: str, dtype: torch.dtype, width: int, everything: bool = False, choice: int = 0) -> list[Launch]:
-    """What forward and backward launch, packed and not, and decoding; with everything: masks, segments and dropout.
+    """What forward and backward launch, packed and not, and decoding; with everything: masks, segments, dropout, and a
+    threshold for each row through which gradients pass.
 
     With the tiles of that number among those to choose from, or the last.
     """
-    found: list[Launch] = []
     choices = tiles.choices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "family", lambda device: family)
+    with recorded(family) as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "choices", lambda *kind: choices(*kind)[: choice + 1][-1:])
-        for name in LAUNCHED:
-            patch.setattr(kernels, name, Recorder(getattr(kernels, name), found))
-        length = 256
+        length, long = 256, 4096
         query, key, value = torch.ones(3, 1, 4, length, width, dtype=dtype).unbind(0)
-        mask = torch.ones(1, length, dtype=torch.bool) if everything else None
-        segments = torch.zeros(1, length, dtype=torch.int64) if everything else None
-        seed = torch.ones(1, dtype=torch.int64) if everything else None
-        inputs = Inputs(query, key[:, :2], value[:, :2], -torch.ones(1, 4, length), mask, segments, seed, None, None)
-        options = Options(width**-0.5, 0.0, 0.0, 0.1 if everything else 0.0, 1e-7, width**0.5)
-        for packed_from in (length, 2 * length):
+
+        def inputs(query: Tensor, key: Tensor, value: Tensor) -> Inputs:
+            rows, keys = query.shape[:3], key.shape[2]
+            optional: list[Any] = [None] * 5
+            if everything:
+                mask, segments = torch.ones(1, keys, dtype=torch.bool), torch.zeros(1, keys, dtype=torch.int64)
+                optional = [mask, segments, torch.ones(1, dtype=torch.int64), torch.zeros(rows), None]
+            return Inputs(query, key, value, -torch.ones(rows), *optional)
+
+        bound = None if everything else width**0.5
+        options = Options(width**-0.5, 0.0, 0.5 * everything, 0.1 * everything, 1e-7, bound)
+        given = inputs(query, key[:, :2], value[:, :2])
+        for packed_from, stretches in ((length, 1024), (2 * length, 1024), (2 * length, 4)):
             patch.setattr(launch, "PACKED_FROM", packed_from)
-            result = launch.forward(inputs, options, True)
-            launch.backward(result.out, inputs, result, options)
-        long = torch.ones(1, 2, 4096, width, dtype=dtype)
-        masks = (None if x is None else x.expand(1, 16, length).reshape(1, 4096) for x in (mask, segments))
-        decoding = Inputs(query[:, :, :1], long, long, -torch.ones(1, 4, 1), *masks, seed, None, None)
-        launch.forward(decoding, options, False)
+            patch.setattr(launch, "MOST_STRETCHES", stretches)
+            result = launch.forward(given, options, training=True)
+            launch.backward(result.out, given, result, options)
+        cache = torch.ones(1, 2, long, width, dtype=dtype)
+        launch.forward(inputs(query[:, :, :1], cache, cache), options, training=False)
     return found
 
 
 def described(launched: Launch) -> list[str]:
     """What a kernel does besides its plain walk, and how many stages it has if not two."""
-    given = dict(zip(launched.kernel.arg_names, launched.arguments, strict=True))
+    given = launched.arguments
     words = {
         "decoding": given.get("DECODES"),
         "packed": given.get("RESUMES"),
         "packing": given.get("PACKS") and not given["RESUMES"],
         "careful": given.get("CAREFUL") and not given.get("DECODES"),
-        "masks and dropout": given.get("DROPOUT"),
-        "again": given.get("ENDS"),
+        "everything": given.get("DROPOUT"),
+        "stretches": given.get("SEVERAL") and "ADDS" in given,
         f"{launched.options.get('num_stages', 2)} stages": launched.options.get("num_stages", 2) != 2,
     }
     return [word for word, holds in words.items() if holds]
 
 
 def compile_launch(launched: Launch, target: str, dtype: str, width: int, variant: str) -> Compiled:
-    signature, constants, attributes = _signature(launched)
-    processor, keys = PROCESSORS[target], launched["N"] if "N" in launched.kernel.arg_names else 0
+    signature, constants, attributes = signature_of(launched)
+    processor, keys = PROCESSORS[target], launched.arguments.get("N", 0)
     what = (launched.kernel.cache_key, target, signature, constants, attributes, launched.options)
     digest = hashlib.sha256(repr((triton.__version__, *what)).encode()).hexdigest()
     stored = CACHE / f"{digest}.json"
@@ -190,36 +214,50 @@ def compile_launch(launched: Launch, target: str, dtype: str, width: int, varian
         copies = len(re.findall(r"cp\.async\.c[ag]", text))
     result = Compiled(
         *(target, launched.kernel.__name__, dtype, width, variant),
-        "x".join(str(launched[name]) for name in ("M", "N") if name in launched.kernel.arg_names) + f", {warps} warps",
+        "x".join(str(launched.arguments[name]) for name in ("M", "N") if name in launched.arguments)
+        + f", {warps} warps",
         *(registers, stack, compiled.metadata.shared),
         _occupancy(processor, target, registers, compiled.metadata.shared, warps),
-        *(_instruction(target, width).format(keys=keys) in text, copies),
+        *(has_instruction(text, target, dtype, width, keys), copies),
     )
     CACHE.mkdir(parents=True, exist_ok=True)
     stored.write_text(json.dumps(asdict(result)))
     return result
 
 
-def _instruction(target: str, width: int) -> str:
+def instruction(target: str, dtype: str, width: int, keys: int) -> str:
+    """A pattern of the scores' product in the assembler's text.
+
+    In float16 the count has the same one: there the check says less, and the kernels are those of bfloat16.
+    """
     wide = width > 128 and not target.startswith("gfx")
-    return OF_A_WARP if wide else PROCESSORS[target].instruction
+    text = re.escape(OF_A_WARP if wide else PROCESSORS[target].instruction)
+    shapes = {r"\{keys\}": str(keys), r"\{type\}": NAMES.get(dtype, ""), r"\{shape\}": r"\d+x\d+x\d+"}
+    for name, value in shapes.items():
+        text = text.replace(name, value)
+    return text
 
 
-def _signature(launched: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
+def has_instruction(text: str, target: str, dtype: str, width: int, keys: int) -> bool:
+    return dtype == "float32" or re.search(instruction(target, dtype, width, keys), text) is not None
+
+
+def signature_of(launched: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
     """As Triton's launcher specialises arguments: constants, ones and multiples of 16."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], Any] = {}
-    for place, (parameter, value) in enumerate(zip(launched.kernel.params, launched.arguments, strict=True)):
-        name = parameter.name
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+    for place, parameter in enumerate(launched.kernel.params):
+        name, value = parameter.name, launched.arguments[parameter.name]
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and special):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name] = POINTERS[value.dtype]
             attributes[(place,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and special:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
@@ -256,58 +294,56 @@ def wanted(fast: bool) -> Iterator[tuple[str, str, int, str]]:
         yield target, "bfloat16", 64, ""
         if fast:
             continue
-        yield target, "bfloat16", 128, ""
-        yield target, "bfloat16", 256, ""
+        for dtype in ("bfloat16", "float32"):
+            for width in (64, 128, 256):
+                yield target, dtype, width, ""
+                yield target, dtype, width, "everything"
         yield target, "float16", 64, ""
-        yield target, "float32", 64, ""
-        yield target, "float32", 128, ""
         yield target, "bfloat16", 64, "careful"
-        yield target, "bfloat16", 64, "masks and dropout"
 
 
 def compile_all(fast: bool, only: str = "") -> Iterator[Compiled]:
+    """Those whose processor, dtype, width and variant begin with the words of `only`, each with any word for *."""
     seen: set[tuple[Any, ...]] = set()
     for target, dtype, width, variant in wanted(fast):
-        if only not in target:
+        given = (target, dtype, str(width), variant)
+        if any(word not in ("*", mine) for word, mine in zip(only.split(), given, strict=False)):
             continue
         family = PROCESSORS[target].family
-        everything = variant == "masks and dropout"
         for choice in range(MOST_CHOICES):
-            for launched in launches(family, getattr(torch, dtype), width, everything, choice):
+            for launched in launches(family, getattr(torch, dtype), width, variant == "everything", choice):
                 walks, words = launched.kernel.__name__ in WALKING, described(launched)
                 name = (launched.kernel.__name__, target, dtype, width, *words)
-                elsewhere = ("careful" in words) != (variant == "careful") if walks else (width != 64 or variant)
+                elsewhere = ("careful" in words) != (variant == "careful") if walks else variant == "careful"
                 if elsewhere or name in seen:
                     continue
                 seen.add(name)
                 yield compile_launch(launched, target, dtype, width, ", ".join(words))
 
 
-def complaints(results: list[Compiled], ceilings: dict[str, dict[str, float]] | None) -> list[str]:
-    """What is worse than the ceilings say it may be, if there are any, and what is not as it must be."""
+def complaints(results: list[Compiled], stack: dict[str, int]) -> list[str]:
+    """What is not as it must be; `stack` has patterns of the kernels that may use some, and how many bytes."""
     found = []
     for result in results:
-        if ceilings is not None and result.name not in ceilings:
-            found.append(f"{result.name}: no ceiling is stored; make gpu-check WRITE=--write")
-            continue
-        ceiling = asdict(result) if ceilings is None else ceilings[result.name]
-        for field in ("registers", "stack", "shared"):
-            if getattr(result, field) > ceiling[field]:
-                found.append(f"{result.name}: {field} {getattr(result, field)} > {ceiling[field]}")
-        if result.occupancy < ceiling["occupancy"]:
-            found.append(f"{result.name}: occupancy {result.occupancy} < {ceiling['occupancy']}")
+        limit = PROCESSORS[result.target].limit
+        allowed = max((size for pattern, size in stack.items() if fnmatch(result.name, pattern)), default=0)
+        if result.shared > limit:
+            found.append(f"{result.name}: {result.shared} bytes of shared memory, the processor has {limit}")
+        if result.stack > allowed:
+            found.append(f"{result.name}: {result.stack} bytes of stack, {allowed} are allowed")
         if result.kernel not in WALKING or result.dtype == "float32":
             continue
         if not result.scores:
-            found.append(f"{result.name}: the scores' instruction is not {_instruction(result.target, result.width)}")
-        if result.copies == 0 and not result.target.startswith("gfx"):
+            found.append(f"{result.name}: the instruction of the scores is missing")
+        if result.copies == 0 and result.target.startswith("sm") and "stretches" not in result.variant:
             found.append(f"{result.name}: no asynchronous copies")
     return found
 
 
 def table(results: list[Compiled]) -> str:
     """Markdown, a line for each kernel, width and dtype, processors side by side. Variants are not shown."""
-    results = [x for x in results if x.variant in ("", "decoding", "packing", "packed") and x.dtype != "float16"]
+    shown = ("", "decoding", "packed", "everything")
+    results = [x for x in results if x.variant in shown and x.kernel in WALKING and x.dtype != "float16"]
     targets = list(dict.fromkeys(result.target for result in results))
     lines = [
         f"Triton {triton.__version__}. Registers per thread, bytes of stack (AMD: spilled registers), KiB of shared"
@@ -332,32 +368,23 @@ def table(results: list[Compiled]) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fast", action="store_true", help="two processors, one width")
-    parser.add_argument("--only", default="", help="part of a processor's name")
-    parser.add_argument("--write", action="store_true", help="store what is found as ceilings, and the table in docs")
+    parser.add_argument("--only", default="", help="processor, dtype, width and variant, or * for any of them")
+    parser.add_argument("--write", action="store_true", help="put the table into docs")
     options = parser.parse_args(arguments)
     results = []
     for result in compile_all(options.fast, options.only):
         results.append(result)
         print(
-            f"{result.name:<55} {result.tile:<16} registers {result.registers:>3}  stack {result.stack:>4}  "
+            f"{result.name:<60} {result.tile:<16} registers {result.registers:>3}  stack {result.stack:>4}  "
             f"shared {result.shared:>6}  occupancy {result.occupancy:.0%}  copies {result.copies}",
             flush=True,
         )
-    ceilings = json.loads(CEILINGS.read_text()) if CEILINGS.exists() else {}
     if options.write:
-        fields = ("registers", "stack", "shared", "occupancy")
-        fresh = {result.name: {field: getattr(result, field) for field in fields} for result in results}
-        stored = ceilings.get(triton.__version__, {})
-        if not options.fast:  # nothing is left of kernels that are no more
-            compiled = {result.target for result in results}
-            stored = {name: ceiling for name, ceiling in stored.items() if name.split()[0] not in compiled}
-        ceilings[triton.__version__] = stored | fresh
-        CEILINGS.write_text(json.dumps(ceilings, indent=1, sort_keys=True) + "\n")
         before, begin, rest = DOCUMENT.read_text().partition(BEGIN)
-        if begin and not options.fast and not options.only:  # of the version that docs show
-            after = rest.partition(END)[2]
+        after = rest.partition(END)[2]
+        if begin:  # of the version that docs show
             DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}")
-    found = complaints(results, ceilings.get(triton.__version__, {}))
+    found = complaints(results, json.loads(CEILINGS.read_text()))
     print(
         "\n".join(found) or f"{len(results)} kernels compiled with Triton {triton.__version__}, all as they should be"
     )

@@ -57,7 +57,8 @@ def watched() -> Iterator[Touched]:
 
     def prepared(executor: Any, arguments: Any, keywords: Any) -> Any:
         found = prepare(executor, arguments, keywords)
-        touched.allowed = [_extent(x) for x in found[0] if isinstance(x, Tensor) and x.numel() > 0]
+        given = [*found[0], *found[1].values()]
+        touched.allowed = [_extent(x) for x in given if isinstance(x, Tensor) and x.numel() > 0]
         return found
 
     with pytest.MonkeyPatch.context() as patch:

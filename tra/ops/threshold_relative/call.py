@@ -72,8 +72,10 @@ class Implementation(Protocol):
     """What each module listed in `implementations` defines.
 
     It may also define ``passed_over(reason)``, which is asked when "auto" goes on to the next one because of that
-    refusal: what to tell the user, once, that they lose and could install, as the rest of a sentence, or None. And
-    ``RESIDUAL``, the dtypes of query for which its forward returns a residual in training.
+    refusal: what to tell the user, once, that they lose and could install, as the rest of a sentence, or None.
+    ``only_by_name(inputs)``: whether "auto" shall not take it although it could. ``RESIDUAL``: the dtypes of query for
+    which its forward returns a residual in training. And ``backward_of_rows``, like ``backward``, which is called where
+    nobody wants the gradients of keys and values: it may return None for these.
     """
 
     def about(self) -> str:

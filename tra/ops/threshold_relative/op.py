@@ -137,8 +137,12 @@ def _register(impl: str) -> Operators:
         out, row_state, residual, *wants = others[:6]
         inputs, options, _ = unflatten(others[6:])
         result = Result(out, row_state, residual if residual.dim() == 4 else None)
+        implementation: Any = IMPLEMENTATIONS[impl]
+        compute = implementation.backward
+        if not (wants[1] or wants[2]):
+            compute = getattr(implementation, "backward_of_rows", compute)
         with torch.autocast(grad_out.device.type, enabled=False):
-            found = IMPLEMENTATIONS[impl].backward(grad_out, inputs, result, options)
+            found = compute(grad_out, inputs, result, options)
         return tuple(
             absent(grad_out) if gradient is None or not wanted else gradient.contiguous()
             for gradient, wanted in zip(found, (*wants, True, True), strict=True)

@@ -1,5 +1,8 @@
 """What the kernels are given: tensors as they want them, scratch memory, tiles. Nothing here waits for the device."""
 
+import math
+from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_float
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -9,26 +12,37 @@ import triton
 from torch import Tensor
 
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options, Result
-from tra.ops.threshold_relative.reach import row_decay
+from tra.ops.threshold_relative.reach import SLACK
 from tra.ops.threshold_relative.reference import zero_gradients
 from tra.ops.threshold_relative.triton import kernels, tiles, tuning
 
 SCRATCH = 256 * 2**20
 """Bytes that the counts of backward may take at a time, and the rows that forward packs unless they are of one head."""
 NEAR_KEYS, PART_KEYS = 512, 1024
-"""Decoding walks the nearest keys first, and those beyond them in parts at once, if any row needs them."""
+"""Decoding walks the nearest keys first, and those beyond them in parts at once, as far as any row needs them."""
+DECODE_GROWTH = 4
+"""How many times as far each round of decoding goes as the one before it."""
 PACKED_FROM = 4096
 """Rows of a key head, and keys, from which on rows are packed: docs/gpu.md says why."""
 FIRST_ROUND, GROWTH = 128, 4
 """Keys that the first round walks beyond the diagonal, and how much further each next one goes."""
 MOST_ROWS = 128
 """A multiple of the rows of every tile."""
-LOOKED_AT = 64
-"""Rows that `look_at_rows` takes."""
+MOST_STRETCHES = 1024
+"""Programs that share the keys of a head in backward, each a stretch of whole blocks."""
+LOOKED_AT = 4096
+"""Numbers that a program of the prologue takes, in double precision: more would not fit into registers."""
 LISTED = 256
 """Row blocks that `list_visitors` looks at together."""
 PACKED = 1024
 """Rows that `pack_rows` takes."""
+WIDEST_STRIDE = 2**25
+"""Between two keys: kernels multiply it by the keys of a block in 32 bits."""
+
+
+def guard(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def forward(inputs: Inputs, options: Options, training: bool) -> Result:
@@ -36,70 +50,117 @@ def forward(inputs: Inputs, options: Options, training: bool) -> Result:
     rows = query.shape[:3]
     out = query.new_empty(*rows, value.shape[3])
     state = query.new_empty(*rows, 2, dtype=torch.float32)
+    residual = None
+    if training and out.dtype != torch.float32:
+        residual = torch.empty_like(out, dtype=torch.bfloat16)
     if out.numel() == 0:
-        return Result(out, state.zero_(), None)
-    call = _prepare(inputs, options)
-    if call.rows <= call.choices("decode")[0].rows and call.keys > NEAR_KEYS:
-        kind, walk = "decode", partial(_decode, call, out, state)
-    else:
-        dirty = _not_finite(inputs.key, call.units) | _not_finite(value, call.units)
-        kind, walk = "forward", partial(_walk, call, out, state, dirty, _rounds(call, options))
-    walk(tuning.choose(call.kind(kind), call.choices(kind), walk))
-    return Result(out, state, None)
+        return Result(out, state.zero_(), None if residual is None else residual.zero_())
+    with guard(query.device):
+        few = decodes(inputs)
+        call = _prepare(inputs, options, look_at_values=not few)
+        results = {"out_ptr": out, "residual_ptr": residual, "state_ptr": state}
+        kind = "decode" if few else "forward"
+        walk = partial(_decode, call, results) if few else partial(_walk, call, results, _rounds(call, options))
+        tuning.run_fastest(call.kind(kind), call.choices(kind), walk)
+    return Result(out, state, residual)
 
 
-def _walk(call: "_Call", out: Tensor, state: Tensor, dirty: Tensor, rounds: list[int], tile: tiles.Tile) -> None:
+def decodes(inputs: Inputs) -> bool:
+    """Whether all rows of a key head fit into a tile, and there are keys enough to share among programs."""
+    query, key, value = inputs[:3]
+    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    family = tiles.family(query.device)
+    most = tiles.choices("decode", family, query.dtype, query.shape[3], value.shape[3])[0].rows
+    return rows <= most and key.shape[2] > NEAR_KEYS
+
+
+def _walk(call: "_Call", results: dict[str, Any], rounds: list[int], tile: tiles.Tile) -> None:
     """Rounds over the keys, between which the rows that go on are packed."""
-    packs = len(rounds) > 1
-    size = call.rows * (call.widths[3] + 4)
+    packs, state = len(rounds) > 1, results["state_ptr"]
+    size = call.rows * (call.padded_value_width + 4)
     together = max(1, min(call.units, SCRATCH // (4 * size))) if packs else call.units
-    part = out.new_empty(together * size, dtype=torch.float32) if packs else None
-    constants = (tile.rows, call.block, *call.widths, *call.switches)
+    part = state.new_empty(together * size) if packs else None
     for first_unit in range(0, call.units, together):
         units = min(together, call.units - first_unit)
         for lap, distance in enumerate(rounds):
-            order = _in_order(call, tile.rows)
+            order = None
             if lap:
                 classes = _rounds_needed(state, call)[first_unit : first_unit + units]
                 order = _pack(call, classes, (lap,), tile.rows)
             # The first begins with the diagonal, and leaves heads with bad numbers to one that goes on to the end.
-            near = triton.cdiv(distance + (0 if lap else tile.rows), call.block)
             for careful in (False,) if lap else (False, True):
-                kernels.forward[(triton.cdiv(call.rows, tile.rows), units)](
-                    *(call.query, call.key, call.value, call.gate, call.decay, out, state, part, None, order),
-                    *(*call.masks, None if lap else dirty, *call.strides, call.decay_stride),
-                    *(order.stride(0), first_unit, lap, near, 0, *call.sizes, *call.numbers, *constants),
-                    *(careful, False, packs and not careful, lap > 0),
-                    **call.launch_options(tile),
-                )  # fmt: skip
+                call.launch(
+                    kernels.forward,
+                    (triton.cdiv(call.rows, tile.rows), units),
+                    tile,
+                    **results,
+                    part_ptr=part,
+                    left_ptr=None,
+                    order_ptr=order,
+                    order_stride=0 if order is None else order.stride(0),
+                    dirty_ptr=None if lap else call.dirty,
+                    first_unit=first_unit,
+                    lap=lap,
+                    near=triton.cdiv(distance + (0 if lap else tile.rows), call.block),
+                    parts=0,
+                    CAREFUL=careful,
+                    DECODES=False,
+                    PACKS=packs and not careful,
+                    RESUMES=lap > 0,
+                )
 
 
-def _decode(call: "_Call", out: Tensor, state: Tensor, tile: tiles.Tile) -> None:
+def decode_rounds(blocks: int, near: int, part: int) -> list[tuple[int, int]]:
+    """For each round of decoding beyond the near blocks: how many blocks were passed before it, and in how many parts
+    it walks the next."""
+    rounds, passed = [], near
+    while passed < blocks:
+        walk = min((DECODE_GROWTH - 1) * passed, blocks - passed)
+        parts = triton.cdiv(walk, part)
+        rounds.append((passed, parts))
+        passed += parts * part
+    return rounds
+
+
+def _decode(call: "_Call", results: dict[str, Any], tile: tiles.Tile) -> None:
     """A search for bad numbers would read the whole cache: every kernel is careful from the start."""
     near, blocks = NEAR_KEYS // call.block, PART_KEYS // call.block
-    parts = 1 + triton.cdiv(triton.cdiv(call.keys, call.block) - near, blocks)
-    part = out.new_empty(call.units * parts * call.rows * (call.widths[3] + 4), dtype=torch.float32)
-    left = out.new_empty(call.units, dtype=torch.int32)
-    tensors = (call.query, call.key, call.value, call.gate, call.decay)
-    constants = (tile.rows, call.block, *call.widths, *call.switches)
-    choice = call.launch_options(tile)
-    kernels.forward[(1, call.units)](
-        *(*tensors, out, state, part, left, _in_order(call, tile.rows), *call.masks, None),
-        *(*call.strides, call.decay_stride, 0, 0, 0, near, parts, *call.sizes, *call.numbers, *constants),
-        *(True, True, False, False),
-        **choice,
+    rounds = decode_rounds(triton.cdiv(call.keys, call.block), near, blocks)
+    parts = 1 + max(walks for _, walks in rounds)
+    state = results["state_ptr"]
+    part = state.new_empty(call.units * parts * call.rows * (call.padded_value_width + 4))
+    left = torch.empty(len(rounds) + 1, call.units, dtype=torch.int32, device=state.device)
+    call.launch(
+        kernels.forward,
+        (1, call.units),
+        tile,
+        **results,
+        part_ptr=part,
+        left_ptr=left[0],
+        order_ptr=None,
+        order_stride=0,
+        dirty_ptr=None,
+        first_unit=0,
+        lap=0,
+        near=near,
+        parts=parts,
+        CAREFUL=True,
+        DECODES=True,
+        PACKS=False,
+        RESUMES=False,
     )
-    for ends in (False, True):
-        kernels.decode_part[(parts - 1, call.units)](
-            *(*tensors, part, left, *call.masks, *call.strides, call.decay_stride, near, blocks),
-            *(*call.sizes, *call.numbers[:3], *constants, ends),
-            **choice,
+    for number, (passed, walks) in enumerate(rounds):
+        given = {"part_ptr": part, "left_ptr": left[number], "passed": passed, "blocks": blocks, "parts": parts}
+        call.launch(kernels.decode_part, (walks, call.units), tile, **given)
+        call.launch(
+            kernels.join_parts,
+            (call.units,),
+            tile,
+            **results,
+            **given,
+            next_left_ptr=left[number + 1],
+            walks=walks,
         )
-    kernels.join_parts[(call.units,)](
-        *(*tensors, out, state, part, left, *call.masks[1:], *call.strides[:3], call.decay_stride, parts),
-        *(*call.sizes, call.numbers[3], tile.rows, *call.widths),
-        num_warps=tile.warps,
-    )
 
 
 def _rounds(call: "_Call", options: Options) -> list[int]:
@@ -114,13 +175,8 @@ def _rounds(call: "_Call", options: Options) -> list[int]:
 
 def _rounds_needed(state: Tensor, call: "_Call") -> Tensor:
     """[units, rows]: in which round each row ended, or the next one; heads of a query side by side."""
-    return state[..., 1].reshape(call.units, *call.sizes[1:3]).transpose(1, 2).reshape(call.units, call.rows)
-
-
-def _in_order(call: "_Call", rows: int) -> Tensor:
-    """[units, places]: all rows one after the other, in whole tiles."""
-    places = triton.cdiv(call.rows, rows) * rows
-    return torch.arange(places, dtype=torch.int32, device=call.query.device).expand(call.units, places)
+    shape = (call.units, call.rows // call.queries, call.queries)
+    return state[..., 1].reshape(shape).transpose(1, 2).reshape(call.units, call.rows)
 
 
 def _pack(call: "_Call", classes: Tensor, wanted: tuple[int, ...], rows: int) -> Tensor:
@@ -129,175 +185,293 @@ def _pack(call: "_Call", classes: Tensor, wanted: tuple[int, ...], rows: int) ->
     places = (triton.cdiv(size, rows) + len(wanted) - 1) * rows
     order = torch.full((units, places), -1, dtype=torch.int32, device=classes.device)
     rank = torch.stack([classes == kind for kind in wanted], 1).cumsum(2, dtype=torch.int32)
-    kernels.pack_rows[(triton.cdiv(size, PACKED), units)](
-        rank, order, *call.sizes[1:3], places, len(wanted), rows, PACKED
+    call.launch(
+        kernels.pack_rows,
+        (triton.cdiv(size, PACKED), units),
+        None,
+        rank_ptr=rank,
+        order_ptr=order,
+        places=places,
+        CLASSES=len(wanted),
+        M=rows,
+        SIZE=PACKED,
     )
     return order
 
 
-def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options) -> Gradients:
-    query, key, value = inputs[:3]
-    out, state, _ = result
+class BackwardPlan(NamedTuple):
+    """How backward is cut into pieces, by numbers that are known without the data."""
+
+    stretch: int
+    """Key blocks of a program of `backward_key`."""
+    stretches: int
+    rows: int
+    """That a piece takes of a key head, a multiple of every tile's."""
+    together: int
+    """Key heads that a piece takes."""
+    pieces: int
+
+    @property
+    def launches(self) -> int:
+        """Two kernels, each for clean heads and careful for others, and a list between them."""
+        return 5 * self.pieces
+
+    def scratch(self, learns: bool, rows_of_a_tile: int) -> int:
+        """Bytes of counts, of sums that pass the threshold, and of lists."""
+        numbers = self.stretches * self.rows * (2 if learns else 1)
+        return 4 * self.together * (numbers + self.stretches * (self.rows // rows_of_a_tile + 1))
+
+
+def plan_backward(units: int, places: int, keys: int, block: int, learns: bool) -> BackwardPlan:
+    """Rows of a piece are a function of the number of keys alone: pieces are summed one after the other, and a gradient
+    must not depend on who shares the batch."""
+    key_blocks = triton.cdiv(keys, block)
+    stretch = triton.cdiv(key_blocks, MOST_STRETCHES)
+    stretches = triton.cdiv(key_blocks, stretch)
+    size = stretches * (8 if learns else 4)
+    most = max(1, SCRATCH // (size * MOST_ROWS)) * MOST_ROWS
+    rows = min(most, triton.cdiv(places, MOST_ROWS) * MOST_ROWS)
+    together = max(1, min(units, SCRATCH // (size * rows)))
+    pieces = triton.cdiv(units, together) * triton.cdiv(places, rows)
+    return BackwardPlan(stretch, stretches, rows, together, pieces)
+
+
+def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options, wants_keys: bool = True) -> Gradients:
+    """Without those of keys and values, which are then None, if nobody wants them."""
+    query, key = inputs.query, inputs.key
+    out, state, residual = result
+    likes = (*inputs[:4], inputs.row_threshold if options.straight_through > 0.0 else None)
     if out.numel() == 0 or key.numel() == 0:
         return zero_gradients(inputs, options)
-    call = _prepare(inputs, options)
     grad_out = _side_by_side(grad_out)
-    dirty = _not_finite(key, call.units) | _not_finite(value, call.units)
-    dirty |= _not_finite(query, call.units) | _not_finite(grad_out, call.units)
-    rows = torch.empty(3 * call.gate.numel(), dtype=torch.float32, device=query.device)
-    kernels.look_at_rows[(triton.cdiv(call.rows, LOOKED_AT), call.units)](
-        *(call.gate, call.decay, out, grad_out, state, rows, *grad_out.stride()[:3], call.decay_stride),
-        *(call.gate.numel(), *call.sizes[:3], LOOKED_AT, call.widths[1], call.widths[3]),
-    )
-    rounds = len(_rounds(call, options))
-    order = _in_order(call, MOST_ROWS)
-    if rounds > 1:
-        order = _pack(call, _rounds_needed(state, call), tuple(range(rounds)), MOST_ROWS)
-    walk = partial(_walk_again, call, grad_out, dirty, rows, order)
-    choices = [*product(call.choices("backward_query"), call.choices("backward_key"))]
-    gradients = walk(tuning.choose(call.kind("backward"), choices, walk))
-    grad_query, grad_key, grad_value, grad_gate = (
-        x.to(like.dtype) for x, like in zip(gradients, inputs[:4], strict=True)
-    )
-    return Gradients(grad_query, grad_key, grad_value, grad_gate, None)
+    with guard(query.device):
+        given = {"do_ptr": grad_out, "out_ptr": out, "residual_ptr": residual, "state_ptr": state}
+        call = _prepare(inputs, options, look_at_values=True, **given)
+        order = None
+        rounds = len(_rounds(call, options))
+        if rounds > 1:
+            order = _pack(call, _rounds_needed(state, call), tuple(range(rounds)), MOST_ROWS)
+        walk = partial(_walk_again, call, order, wants_keys)
+        choices = [*product(call.choices("backward_query"), call.choices("backward_key"))]
+        gradients = tuning.run_fastest(call.kind("backward"), choices, walk)
+    found = (None if like is None or x is None else x.to(like.dtype) for x, like in zip(gradients, likes, strict=True))
+    return Gradients(*found)  # type: ignore[arg-type]
 
 
 def _walk_again(
-    call: "_Call", grad_out: Tensor, dirty: Tensor, rows: Tensor, order: Tensor, chosen: tuple[tiles.Tile, ...]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call: "_Call", order: Tensor | None, wants_keys: bool, chosen: tuple[tiles.Tile, ...]
+) -> tuple[Tensor | None, ...]:
     """Backward, in pieces of as many rows and heads as scratch memory holds."""
-    query, key, value = call.query, call.key, call.value
-    grad_strides = grad_out.stride()[:3]
+    query, key, value = (call.common[name] for name in ("q_ptr", "k_ptr", "v_ptr"))
+    device, learns = query.device, call.common["LEARNS"]
     tile, key_tile = chosen
-    places = order.shape[1]
-    key_blocks = triton.cdiv(call.keys, call.block)
-    in_chunk = min(_chunk(key_blocks), triton.cdiv(places, MOST_ROWS) * MOST_ROWS)
-    together = max(1, min(call.units, SCRATCH // (4 * in_chunk * key_blocks)))
-    in_pieces = in_chunk < places
+    places = triton.cdiv(call.rows, MOST_ROWS) * MOST_ROWS if order is None else order.shape[1]
+    plan = plan_backward(call.units, places, call.keys, call.block, learns)
+    in_pieces = plan.rows < places
 
-    grad_query, grad_gate = query.new_empty(query.shape), torch.empty_like(call.gate)
+    row_numbers = call.common["gate_ptr"]
+    results: dict[str, Any] = {
+        "dq_ptr": torch.empty(query.shape, dtype=query.dtype, device=device),
+        "dg_ptr": torch.empty_like(row_numbers),
+        "dt_ptr": torch.empty_like(row_numbers) if learns else None,
+    }
     # Pieces are summed in float32.
     grad_key, grad_value = (
-        torch.empty(x.shape, dtype=torch.float32 if in_pieces else x.dtype, device=x.device) for x in (key, value)
+        torch.empty(x.shape, dtype=torch.float32 if in_pieces else x.dtype, device=device) if wants_keys else None
+        for x in (key, value)
     )
-    row_blocks = in_chunk // key_tile.rows
-    walks = in_chunk // tile.rows
+    row_blocks, walks = plan.rows // key_tile.rows, plan.rows // tile.rows
     counts, ranges, visitors = (
-        torch.empty(together * size, dtype=torch.int32, device=query.device)
-        for size in (key_blocks * in_chunk, 2 * walks, key_blocks * (row_blocks + 1))
+        torch.empty(plan.together * size, dtype=torch.int32, device=device)
+        for size in (plan.stretches * plan.rows, 2 * walks, plan.stretches * (row_blocks + 1))
     )
-    for first_unit in range(0, call.units, together):
-        units = min(together, call.units - first_unit)
-        for first_place in range(0, places, in_chunk):
+    given = {
+        "counts_ptr": counts,
+        "sums_ptr": torch.empty_like(counts, dtype=torch.float32) if learns else None,
+        "range_ptr": ranges,
+        "visitors_ptr": visitors,
+        "order_ptr": order,
+        "order_stride": 0 if order is None else order.stride(0),
+        "places": places,
+        "row_blocks": row_blocks,
+        "walks": walks,
+        "stretch": plan.stretch,
+        "WALKED": tile.rows,
+        "SEVERAL": plan.stretch > 1,
+    }
+    for first_unit in range(0, call.units, plan.together):
+        units = min(plan.together, call.units - first_unit)
+        for first_place in range(0, places, plan.rows):
+            piece = given | {"first_unit": first_unit, "first_place": first_place, "ADDS": first_place > 0}
             for careful in (False, True):
-                kernels.backward_query[(walks, units)](
-                    *(call.query, call.key, call.value, call.gate, grad_out, rows),
-                    *(grad_query, grad_gate, ranges, counts),
-                    *(order, *call.masks, dirty),
-                    *call.strides, *grad_strides,
-                    *(order.stride(0), first_unit, first_place, places, call.gate.numel()),
-                    *call.sizes, *call.numbers, *(tile.rows, call.block), *call.widths, *call.switches, careful,
-                    **call.launch_options(tile),
-                )  # fmt: skip
-            kernels.list_visitors[(key_blocks, units)](
-                ranges, visitors, walks, row_blocks, key_blocks, tile.rows, key_tile.rows, LISTED
-            )
+                call.launch(kernels.backward_query, (walks, units), tile, **piece, **results, CAREFUL=careful)
+            if not wants_keys:
+                continue
+            grid = (plan.stretches, units)
+            call.launch(kernels.list_visitors, grid, None, **piece, M=key_tile.rows, SIZE=LISTED)
             for careful in (False, True):
-                kernels.backward_key[(key_blocks, units)](
-                    *(call.query, call.key, call.value, call.gate, grad_out, rows),
-                    *(grad_key, grad_value, visitors, counts),
-                    *(order, *call.masks[:2], call.masks[3], dirty),
-                    *call.strides, *grad_strides,
-                    *(order.stride(0), first_unit, first_place, places, row_blocks, call.gate.numel()),
-                    *call.sizes, *call.numbers, *(key_tile.rows, call.block), *call.widths, *call.switches, careful,
-                    first_place > 0, **call.launch_options(key_tile),
-                )  # fmt: skip
-    return grad_query, grad_key, grad_value, grad_gate
-
-
-def _chunk(key_blocks: int) -> int:
-    """Rows of a key head that backward takes at a time, a multiple of every tile's.
-
-    A function of the number of keys alone: pieces are summed one after the other, and a gradient must not depend on
-    who shares the batch.
-    """
-    return max(1, SCRATCH // (4 * key_blocks * MOST_ROWS)) * MOST_ROWS
+                call.launch(
+                    kernels.backward_key, grid, key_tile, **piece, dk_ptr=grad_key, dv_ptr=grad_value, CAREFUL=careful
+                )
+    rows_shape = query.shape[:3]
+    grad_threshold = results["dt_ptr"]
+    return (
+        results["dq_ptr"],
+        grad_key,
+        grad_value,
+        results["dg_ptr"].view(rows_shape),
+        None if grad_threshold is None else grad_threshold.view(rows_shape),
+    )
 
 
 class _Call(NamedTuple):
     """A call as the kernels want it."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    gate: Tensor
-    decay: Tensor
-    masks: tuple[Tensor | None, ...]
-    """[B, Lk]: which keys are no padding; at which key each one's segment begins; and before which key a row that
-    stands here sees none. And the seed of dropout."""
-    strides: tuple[int, ...]
-    decay_stride: int
-    """0 if one number serves all rows."""
+    common: dict[str, Any]
+    """Arguments by name, which in every kernel mean the same."""
     units: int
     """Key heads of the batch."""
     rows: int
     """Of each of them."""
+    queries: int
     keys: int
     block: int
     """Keys in a block."""
-    sizes: tuple[int, ...]
-    numbers: tuple[Any, ...]
-    widths: tuple[int, ...]
-    switches: tuple[bool, ...]
+    dirty: Tensor | None
+    """[units]: whether a head holds numbers that are not finite."""
+    family: str
+
+    @property
+    def padded_value_width(self) -> int:
+        return self.common["E"]
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], tile: tiles.Tile | None, **given: Any) -> None:
+        """Launch a kernel with those of the arguments that it has."""
+        options = {}
+        if tile is not None:
+            given.setdefault("M", tile.rows)
+            options = tiles.launch_options(self.family, tile)
+        known = {**self.common, **given}
+        kernel[grid](**{name: known[name] for name in kernel.arg_names}, **options)
 
     def choices(self, kernel: str) -> tuple[tiles.Tile, ...]:
-        return tiles.choices(kernel, tiles.family(self.query.device), self.query.dtype, *self.widths[:2])
-
-    def launch_options(self, tile: tiles.Tile) -> dict[str, int]:
-        return tiles.launch_options(tiles.family(self.query.device), tile)
+        common = self.common
+        return tiles.choices(kernel, self.family, common["q_ptr"].dtype, common["WIDTH"], common["VALUE_WIDTH"])
 
     def kind(self, what: str) -> tuple[Any, ...]:
         """Calls that are taken to be fastest with the same tiles: lengths count in powers of two."""
-        lengths = (self.rows.bit_length(), self.keys.bit_length())
-        return what, self.query.device, self.query.dtype, self.widths[2:], lengths, self.switches
+        query = self.common["q_ptr"]
+        switches = (self.common[name] for name in ("D", "E", "HAS_MASK", "HAS_SEGMENTS", "DROPOUT", "LEARNS"))
+        return what, query.device, query.dtype, self.rows.bit_length(), self.keys.bit_length(), *switches
 
 
-def _prepare(inputs: Inputs, options: Options) -> _Call:
+def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backward: Any) -> _Call:
+    """The call with what the prologue finds out; backward hands over its gradient and what forward left."""
     query, key, value = (_side_by_side(x) for x in inputs[:3])
     mask = None if inputs.key_mask is None else inputs.key_mask.contiguous().view(torch.uint8)
     segments, first = _first_visible(inputs)
     (batch, heads, queries, width), key_heads, keys = query.shape, key.shape[1], key.shape[2]
     value_width, group = value.shape[3], heads // key_heads
-    decay = row_decay(inputs, options)
-    return _Call(
-        query,
-        key,
-        value,
-        inputs.log_gate.float().contiguous(),
-        decay.contiguous(),
-        (mask, segments, first, inputs.dropout_seed),
-        (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
-        1 if decay.dim() else 0,
-        batch * key_heads,
-        group * queries,
-        keys,
-        tiles.keys_per_block(tiles.family(query.device), query.dtype, width, value_width),
-        (key_heads, group, queries, keys),
-        (options.scale, options.threshold, int(options.dropout * 2**32), 1.0 / (1.0 - options.dropout)),
-        (width, value_width, tiles.padded(width), tiles.padded(value_width)),
-        (mask is not None, segments is not None, options.dropout > 0.0),
+    units, rows, device = batch * key_heads, group * queries, query.device
+    family = tiles.family(device)
+    block = tiles.keys_per_block(family, query.dtype, width, value_width)
+
+    def of_rows() -> Tensor:
+        return torch.empty(units * rows, dtype=torch.float32, device=device)
+
+    dirty = torch.zeros(units, dtype=torch.int32, device=device) if look_at_values else None
+    looked_at = max(1, LOOKED_AT // max(tiles.padded(width), tiles.padded(value_width)))
+    key_blocks = triton.cdiv(keys, looked_at)
+    norms = peaks = None
+    if options.tolerance > 0.0 and options.score_bound is None and inputs.row_bound is None:
+        norms = torch.empty(units * keys, dtype=torch.float32, device=device)
+        peaks = torch.empty(units, key_blocks, dtype=torch.float32, device=device)
+    # Half of a number in double precision each: Triton hands over float32.
+    bound = _in_two((options.score_bound or 0.0) * SLACK)
+    odds = _in_two(_odds(options))
+    common = {
+        "q_ptr": query,
+        "k_ptr": key,
+        "v_ptr": value,
+        "gate_ptr": of_rows(),
+        "reach_ptr": of_rows(),
+        "threshold_ptr": None if inputs.row_threshold is None else of_rows(),
+        "mask_ptr": mask,
+        "segment_ptr": segments,
+        "first_ptr": first,
+        "seed_ptr": inputs.dropout_seed,
+        "dirty_ptr": dirty,
+        **_strides("q", query),
+        **_strides("k", key),
+        **_strides("v", value),
+        "key_heads": key_heads,
+        "group": group,
+        "queries": queries,
+        "keys": keys,
+        "scale": options.scale,
+        "threshold": options.threshold,
+        "temperature": options.straight_through,
+        "drop_below": int(options.dropout * 2**32),
+        "drop_scale": 1.0 / (1.0 - options.dropout),
+        "N": block,
+        "WIDTH": width,
+        "VALUE_WIDTH": value_width,
+        "D": tiles.padded(width),
+        "E": tiles.padded(value_width),
+        "HAS_MASK": mask is not None,
+        "HAS_SEGMENTS": segments is not None,
+        "DROPOUT": options.dropout > 0.0,
+        "LEARNS": options.straight_through > 0.0,
+        **{"do_ptr": None, "out_ptr": None, "residual_ptr": None, "state_ptr": None},
+        **backward,
+        **_strides("do", backward.get("do_ptr")),
+        "size_ptr": of_rows() if backward else None,
+        "delta_ptr": of_rows() if backward else None,
+    }
+    call = _Call(common, units, rows, queries, keys, block, dirty, family)
+    if norms is not None or look_at_values:
+        call.launch(kernels.look_at_keys, (key_blocks, units), None, norm_ptr=norms, peak_ptr=peaks, N=looked_at)
+        if peaks is not None:
+            peaks = peaks.cummax(1).values
+    call.launch(
+        kernels.look_at_rows,
+        (triton.cdiv(rows, looked_at), units),
+        None,
+        its_gate_ptr=inputs.log_gate,
+        its_threshold_ptr=inputs.row_threshold,
+        its_bound_ptr=inputs.row_bound,
+        norm_ptr=norms,
+        peak_ptr=peaks,
+        **_strides("gate", inputs.log_gate),
+        **_strides("threshold", inputs.row_threshold),
+        **_strides("bound", inputs.row_bound),
+        **dict(zip(("bound", "bound_rest", "odds", "odds_rest"), (*bound, *odds), strict=True)),
+        M=looked_at,
+        SIZE=looked_at,
     )
+    return call
+
+
+def _odds(options: Options) -> float:
+    """ln(2 / tolerance), as in reach.py."""
+    tolerance = options.tolerance * (1.0 - options.dropout)
+    return math.log(2.0 / tolerance) if tolerance > 0.0 else math.inf
+
+
+def _in_two(number: float) -> tuple[float, float]:
+    """A number in double precision as the sum of two in float32."""
+    high = c_float(number).value
+    return (high, number - high) if math.isfinite(high) else (math.inf, 0.0)
+
+
+def _strides(name: str, tensor: Tensor | None) -> dict[str, int]:
+    strides = (0, 0, 0) if tensor is None else tensor.stride()
+    return {f"{name}_batch": strides[0], f"{name}_head": strides[1], f"{name}_row": strides[2]}
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """Components next to each other; the other strides may be any."""
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def _not_finite(x: Tensor, units: int) -> Tensor:
-    """[units]: whether something in it is NaN or infinite."""
-    largest = torch.linalg.vector_norm(x, float("inf"), dim=(2, 3))
-    return ~largest.isfinite().reshape(units, -1).all(-1)
+    """Components next to each other; the other strides may be any that fit."""
+    return x if x.stride(3) == 1 and x.stride(2) < WIDEST_STRIDE else x.contiguous()
 
 
 def _first_visible(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:

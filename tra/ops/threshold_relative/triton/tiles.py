@@ -65,8 +65,8 @@ Tiles = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 FLOAT32: Tiles = {
     "forward": ((32, 8, 2), (32, 8, 2), (32, 8, 2)),
-    "decode": ((32, 8, 2), (32, 8, 2), (32, 8, 2)),
-    "backward_query": ((32, 8, 2), (32, 8, 2), (32, 8, 2)),
+    "decode": ((32, 8, 2), (32, 8, 2), (16, 8, 2)),
+    "backward_query": ((32, 8, 2), (32, 8, 2), (16, 8, 2)),
     "backward_key": ((16, 8, 2), (16, 8, 2), (16, 8, 2)),
 }
 """Products in full precision have no instruction of their own, and take registers."""
@@ -74,7 +74,7 @@ FLOAT32: Tiles = {
 HALF: dict[str, Tiles] = {
     "warp": {
         "forward": ((64, 4, 2, 3), (64, 4, 2), (64, 8, 2)),
-        "decode": ((64, 4, 2, 3), (64, 4, 2), (64, 8, 2)),
+        "decode": ((64, 4, 2), (32, 4, 2), (32, 8, 2)),
         "backward_query": ((64, 4, 2), (64, 8, 2), (32, 8, 2)),
         "backward_key": ((32, 4, 2), (32, 8, 2), (32, 8, 2)),
     },

@@ -3,14 +3,17 @@
 What is computed does not depend on it: `tiles` offers only what gives the same bits.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
 import triton.testing
+from triton.errors import TritonError
 
 Choice = TypeVar("Choice")
+Result = TypeVar("Result")
 
 
 def clock(attempt: Callable[[], object]) -> float:
@@ -25,10 +28,25 @@ def may_wait() -> bool:
 fastest: dict[Hashable, object] = {}
 
 
-def choose(kind: Hashable, choices: Sequence[Choice], attempt: Callable[[Choice], object]) -> Choice:
-    """The fastest choice for a kind of call, the first where it cannot be found out now."""
-    if kind not in fastest:
-        if len(choices) == 1 or not may_wait():
-            return choices[0]
-        fastest[kind] = min(choices, key=lambda choice: clock(partial(attempt, choice)))
-    return fastest[kind]  # type: ignore[return-value]
+def run_fastest(kind: Hashable, choices: Sequence[Choice], attempt: Callable[[Choice], Result]) -> Result:
+    """What the attempt gives with the fastest choice for this kind of call, or with the first that the device takes
+    where that cannot be found out now."""
+    if kind not in fastest and len(choices) > 1 and may_wait():
+        times = {choice: _time(partial(attempt, choice)) for choice in choices}
+        fastest[kind] = min(times, key=times.__getitem__)
+    if kind in fastest:
+        choices = [fastest[kind]]  # type: ignore[list-item]
+    for choice in choices[:-1]:
+        try:
+            return attempt(choice)
+        except TritonError:
+            continue
+    return attempt(choices[-1])
+
+
+def _time(attempt: Callable[[], object]) -> float:
+    """Infinite for what the device refuses: too much shared memory, too many registers."""
+    try:
+        return clock(attempt)
+    except TritonError:
+        return math.inf

@@ -1,0 +1,192 @@
+"""The kernels' check of themselves: in the interpreter, with kernels that are right and one that is made wrong."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.inputs import random_inputs
+from tra.ops import threshold_relative_attention
+from tra.ops.threshold_relative import implementations, reference, triton
+from tra.ops.threshold_relative.triton.tiles import Tile
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small problems, no verdicts from before, and a place of its own for new ones."""
+    from tra.ops.threshold_relative.triton import launch, tiles, trust
+
+    monkeypatch.setattr(tiles, "choices", lambda *_: (Tile(16, 4),))
+    monkeypatch.setattr(tiles, "keys_per_block", lambda *_: 16)
+    for name, number in (("NEAR_KEYS", 16), ("PART_KEYS", 32)):
+        monkeypatch.setattr(launch, name, number)
+    for name, number in (("LENGTH", 40), ("CACHED", 90), ("WIDTH", 16)):
+        monkeypatch.setattr(trust, name, number)
+    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(trust, "_place", lambda device: tmp_path / "cache" / "verdicts.json")
+
+
+class Wrong:
+    """A kernel whose scores are a hundredth too large."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.arg_names = kernel, kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **given: self.kernel[grid](**given | {"scale": given["scale"] * 1.01})
+
+
+@pytest.mark.parametrize("kind", ["forward", "decode", "backward", "straight_through"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_right_kernels_pass(kind: str, dtype: torch.dtype) -> None:
+    from tra.ops.threshold_relative.triton import trust
+
+    verdict = trust.examine(CPU, dtype, kind)
+    assert verdict.failure is None
+    assert 0.0 < verdict.error <= 2 * verdict.plain_error + trust.FLOOR
+
+
+@pytest.mark.parametrize(
+    "name, kind, what",
+    [
+        ("forward", "forward", "out"),
+        ("decode_part", "decode", "out"),
+        ("backward_query", "backward", "grad_query"),
+        ("backward_key", "straight_through", "grad_(key|value)"),
+    ],
+)
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, name: str, kind: str, what: str) -> None:
+    from tra.ops.threshold_relative.triton import kernels, trust
+
+    monkeypatch.setattr(kernels, name, Wrong(getattr(kernels, name)))
+    verdict = trust.examine(CPU, torch.float32, kind)
+    assert verdict.failure is not None
+    assert re.match(f"{what} is off by ", verdict.failure)
+
+
+def test_plain_pytorch_has_the_gradients_of_the_reference() -> None:
+    """What kernels are measured by is itself right."""
+    from tra.ops.threshold_relative.triton import trust
+
+    for kind in ("backward", "straight_through"):
+        inputs, options, grad = trust.problem(kind, torch.float64)
+        exact = trust._reference(trust._in_double(inputs), options, grad)
+        plain = trust._plain(trust._in_double(inputs), options, grad)
+        for name, right in plain.items():
+            assert (right - exact[name]).abs().max() < 1e-12, name
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels are checked on the CPU too, "auto" takes them there, and the kinds that were examined are listed."""
+    from tra.ops.threshold_relative.triton import trust
+
+    examine, examined = trust.examine, []
+
+    def listed(device: torch.device, dtype: torch.dtype, kind: str) -> Any:
+        examined.append(kind)
+        return examine(device, dtype, kind)
+
+    monkeypatch.setattr(trust, "examine", listed)
+    monkeypatch.setattr(triton, "CHECKED", ("cuda", "cpu"))
+    monkeypatch.setattr(triton, "only_by_name", lambda inputs: False)
+    monkeypatch.setattr(implementations, "_said", set())
+    for name in list(implementations.IMPLEMENTATIONS):
+        monkeypatch.delitem(implementations.IMPLEMENTATIONS, name)
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "triton", triton)
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "reference", reference)
+    return examined
+
+
+def few() -> tuple[Tensor, ...]:
+    return random_inputs(1, 2, queries=5, width=16, dtype=torch.float32)
+
+
+def test_a_kernel_is_examined_once_and_by_what_is_used(checked: list[str]) -> None:
+    inputs = few()
+    threshold_relative_attention(*inputs)
+    threshold_relative_attention(*inputs)
+    assert checked == ["forward"]
+    threshold_relative_attention(inputs[0].requires_grad_(), *inputs[1:]).sum().backward()
+    assert checked == ["forward", "backward"]
+
+
+def test_a_verdict_outlives_the_process(checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import trust
+
+    threshold_relative_attention(*few())
+    stored = json.loads(trust._place(CPU).read_text())
+    assert list(stored) == ["float32 forward"]
+    monkeypatch.setattr(trust, "_verdicts", {})  # as a new process finds it
+    threshold_relative_attention(*few())
+    assert checked == ["forward"]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+def test_auto_leaves_a_wrong_kernel_to_the_reference_and_says_so_once(
+    checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tra.ops.threshold_relative.triton import kernels
+
+    monkeypatch.setattr(kernels, "forward", Wrong(kernels.forward))
+    inputs = few()
+    said = r"fails its check on cpu \(forward in float32: out is off by .*\); please report it .*tra doctor"
+    with pytest.warns(UserWarning, match=said):
+        out = threshold_relative_attention(*inputs)
+    assert torch.equal(out, threshold_relative_attention(*inputs, impl="reference"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threshold_relative_attention(*inputs)
+    with pytest.raises(ValueError, match=f"impl 'triton' {said}"):
+        threshold_relative_attention(*inputs, impl="triton")
+    assert checked == ["forward"]
+    call = implementations.Inputs(*inputs, *[None] * 5)
+    with pytest.raises(RuntimeError, match="impl 'triton' fails its check"):  # as a compiled graph would call it
+        triton.forward(call, implementations.Options(1.0, 0.0, 0.0, 0.0, 0.0, None), False)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_kernel_that_raises_is_not_condemned_for_good(checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import launch, trust
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(launch, "forward", out_of_memory)
+    with pytest.warns(UserWarning, match="RuntimeError: out of memory"):
+        threshold_relative_attention(*few())
+    assert not trust._place(CPU).exists()
+
+
+def test_nothing_is_examined_while_a_graph_is_captured(checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import trust
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert trust.distrust(CPU, torch.float32, ("forward",)) is None
+    assert checked == []
+
+
+def test_a_callers_modes_do_not_disturb_the_check(checked: list[str]) -> None:
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        threshold_relative_attention(*(x.float() for x in few()))
+    assert checked == ["forward"]
+
+
+def test_where_a_verdict_is_stored_depends_on_the_machine_and_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    from tra.ops.threshold_relative.triton import trust
+
+    places = {trust._place(CPU)}
+    for name, value in (("driver", lambda: "another"), ("__version__", "another"), ("_sources", lambda: "another")):
+        with monkeypatch.context() as patch:
+            patch.setattr(trust, name, value)
+            places.add(trust._place(CPU))
+    assert len(places) == 4
