@@ -21,7 +21,7 @@ Train a recipe, measure it and store what was found. A run that is stopped goes 
 weights as one that never was.
 
   tra train RECIPE --help          everything that a recipe says, each an option that overrides it
-  --model.attention NAME           another mechanism, with the learning rate that the recipe has for it
+  --model.attention NAME           another mechanism; rope+tra has TRA in every second layer
   --model.options NAME=VALUE ...   options of the mechanism; tra list shows them
   --task-options NAME=VALUE ...    options of the task, over those of the recipe
   --output FOLDER                  run folder; runs/RECIPE-ATTENTION-SEED by default
