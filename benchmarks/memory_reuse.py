@@ -14,7 +14,8 @@ import time
 
 import torch
 
-from tra.model import Decoder, DecoderConfig
+from tra.bench.workloads import training_step
+from tra.model import DecoderConfig
 from tra.runs.memory import reuse_memory
 
 WARM_UP = 4
@@ -22,21 +23,15 @@ WARM_UP = 4
 
 def step_costs(steps: int) -> tuple[float, float, float]:
     """Median milliseconds of processor time and mean page faults of a step, and the most MB held."""
-    torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = Decoder(DecoderConfig(vocabulary=4096, layers=4, heads=4, width=128, dropout=0.0))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.randint(4096, (16, 128))
+    config = DecoderConfig(vocabulary=4096, layers=4, heads=4, width=128, dropout=0.0)
+    work = training_step(config, 16, 128, precision="bf16")
     times, faults = [], 0
     for step in range(WARM_UP + steps):
         if step == WARM_UP:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         start = time.process_time()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens, targets=tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        work()
         times.append(time.process_time() - start)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return 1e3 * statistics.median(times[WARM_UP:]), (usage.ru_minflt - faults) / steps, usage.ru_maxrss / 1024

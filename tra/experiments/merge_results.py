@@ -73,11 +73,10 @@ def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
             _check_column(stored["recipes"][place.column], grid, place.column)
             recipes[place] = rows[place.row].recipe(grid.columns[place.column], 0)
         recipe = recipes[place]
-        settings = {"learning_rate": entry["learning_rate"], "options": entry["options"]}
-        _check_settings(settings, recipe, _tuned_fields(grid, place.row), str(place))
         task = recipe.build_task()
-        result = task.measure.from_dict(entry)
-        record = Record(*place, seed, recipe.length, task.unit, result, entry["tuned"], settings)
+        result, settings = task.measure.from_dict(entry), (entry["learning_rate"], entry["options"])
+        record = Record(*place, seed, recipe.length, task.unit, result, entry["tuned"], *settings)
+        _check_settings(record, recipe, _tuned_fields(grid, place.row))
         records.setdefault(RunKey(*place, seed), []).append(record)
     if not records:
         raise ValueError("it has none of the columns, rows and seeds that are asked for")
@@ -123,9 +122,9 @@ def _check_column(stored: Mapping[str, Any], grid: Grid, column: str) -> None:
     raise ValueError(different[0])
 
 
-def _check_settings(settings: Mapping[str, Any], recipe: Recipe, tuned: set[str], what: str) -> None:
+def _check_settings(record: Record, recipe: Recipe, tuned: set[str]) -> None:
     """Raise a ValueError unless a result has the settings of its row, but for those that tuning chose."""
-    rate, options = settings["learning_rate"], settings["options"]
+    rate, options, what = record.learning_rate, record.options, f"{record.column} {record.row}"
     if "learning_rate" not in tuned and rate != recipe.learning_rate:
         raise ValueError(f"learning_rate of {what} is {rate!r} there and {recipe.learning_rate!r} here")
     for name in {**options, **recipe.model.attention_options}:

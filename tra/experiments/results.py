@@ -101,11 +101,9 @@ class Results:
 
 
 def records_of(cell: Cell, results: Sequence[Result]) -> list[Record]:
-    recipe, unit = cell.recipe, cell.recipe.build_task().unit
-    settings = {"learning_rate": recipe.learning_rate, "options": dict(recipe.model.attention_options)}
+    recipe, unit, options = cell.recipe, cell.recipe.build_task().unit, cell.recipe.model.attention_options
     return [
-        Record(cell.column, cell.row, recipe.seed, recipe.length, unit, result, cell.tuned, settings)
-        for result in results
+        Record(*cell.key, recipe.length, unit, result, cell.tuned, recipe.learning_rate, options) for result in results
     ]
 
 

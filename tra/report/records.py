@@ -1,6 +1,7 @@
 """What one run of an experiment measured on one set, and where it belongs."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,12 +26,22 @@ class Record:
     result: Result
     tuned: bool = True
     """Whether the settings were chosen for this mechanism."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """What else of the recipe a reader of the results should know."""
+    learning_rate: float = math.nan
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the mechanism."""
 
     def to_dict(self) -> dict[str, Any]:
-        where = {"column": self.column, "attention": self.row, "seed": self.seed, "tuned": self.tuned}
-        return {**where, **self.settings, "measure": self.result.measure, **self.result.to_dict()}
+        """As `results.json` has it, where a row is called attention."""
+        return {
+            "column": self.column,
+            "attention": self.row,
+            "seed": self.seed,
+            "tuned": self.tuned,
+            "learning_rate": self.learning_rate,
+            "options": dict(self.options),
+            "measure": self.result.measure,
+            **self.result.to_dict(),
+        }
 
 
 def grouped(records: Iterable[Record], key: Callable[[Record], Key]) -> dict[Key, list[Record]]:
