@@ -11,7 +11,6 @@ from tra.bench.workloads import (
     BOUND,
     WIDTH,
     attention,
-    decoding,
     language_like,
     native,
     new_token,
@@ -66,7 +65,7 @@ def test_forward_alone_keeps_no_graph() -> None:
 
 
 def test_decoding_is_one_token_in_inference_mode() -> None:
-    out = decoding(native(), 3, 2, 111)()
+    out = attention(native(), 3, 2, 1, 111)()
     assert out.shape == (3, 2, 1, WIDTH)
     assert out.is_inference()
     expected = threshold_relative_attention(*language_like(3, 2, 1, 111), impl="reference")

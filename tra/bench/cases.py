@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tra.bench.timing import Work
-from tra.bench.workloads import attention, decoding, native, new_token, papers_listing, training_step
+from tra.bench.workloads import attention, native, new_token, papers_listing, training_step
 from tra.model import DecoderConfig, sized
 from tra.recipes import build_recipe
 
@@ -125,8 +125,8 @@ def _decoding(batch: int, cached: int, goal: float) -> Case:
     return Case(
         "decode one token",
         f"{batch}x8x{cached}",
-        lambda: decoding(native(), batch, 8, cached),
-        {"SDPA": lambda: decoding(F.scaled_dot_product_attention, batch, 8, cached, gated=False)},
+        lambda: attention(native(), batch, 8, 1, cached),
+        {"SDPA": lambda: attention(F.scaled_dot_product_attention, batch, 8, 1, cached, gated=False)},
         goal,
     )
 

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from tra.bench.cases import Case, Prepare
 from tra.bench.compare import check_kernel, measured_rows
 from tra.bench.timing import Work
-from tra.bench.workloads import BOUND, WIDTH, Rule, language_like, papers_listing
+from tra.bench.workloads import BOUND, Rule, attention, papers_listing
 from tra.environment import environment
 from tra.files import write_json
 from tra.ops import threshold_relative_attention
@@ -57,37 +57,13 @@ def listing(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> Tens
         return papers_listing(query, key, value, log_gate)
 
 
-def work(
-    rule: Rule, device: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], backward: bool, gated: bool
-) -> Work:
-    """A rule on language-like inputs of the device, waited for; the gate keeps its precision."""
-    query, key, value, gate = (x.to(device) for x in language_like(*sizes))
-    leaves = [x.to(dtype) for x in (query, key, value)] + [gate] * gated
-    if not backward:
-        return _waited_for(torch.inference_mode()(lambda: rule(*leaves)), device)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    grad = torch.ones(*sizes[:3], WIDTH, device=device, dtype=dtype)
-    return _waited_for(lambda: torch.autograd.grad(rule(*leaves), leaves, grad), device)
-
-
-def _waited_for(work: Work, device: str) -> Work:
-    def done() -> object:
-        result = work()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        return result
-
-    return done
-
-
 def _attention(
     device: str, dtype: torch.dtype, how: str, shape: tuple[int, int, int], tolerance: float | None, backward: bool
 ) -> Case:
     batch, heads, length = shape
 
     def prepare(rule: Rule, gated: bool = True) -> Work:
-        return work(rule, device, dtype, (batch, heads, length, length), backward, gated)
+        return attention(rule, batch, heads, length, length, backward=backward, gated=gated, device=device, dtype=dtype)
 
     # A device without a compiler of its own is a stand-in for one.
     compiled: Callable[[Rule], Rule] = (lambda rule: rule) if device == "cpu" else torch.compile
@@ -103,12 +79,12 @@ def _attention(
 
 
 def _decoding(device: str, dtype: torch.dtype, batch: int, cached: int) -> Case:
-    sizes = (batch, HEADS, 1, cached)
+    prepare = partial(attention, batch=batch, heads=HEADS, queries=1, keys=cached, device=device, dtype=dtype)
     return Case(
         "decode one token",
         f"{batch}x{HEADS}x{cached}",
-        lambda: work(ours(None), device, dtype, sizes, backward=False, gated=True),
-        {"SDPA": lambda: work(F.scaled_dot_product_attention, device, dtype, sizes, backward=False, gated=False)},
+        lambda: prepare(ours(None)),
+        {"SDPA": lambda: prepare(F.scaled_dot_product_attention, gated=False)},
     )
 
 

@@ -58,21 +58,36 @@ def papers_listing(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) 
 
 
 def attention(
-    rule: Rule, batch: int, heads: int, queries: int, keys: int, *, backward: bool = False, gated: bool = True
+    rule: Rule,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    *,
+    backward: bool = False,
+    gated: bool = True,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Work:
-    """A rule applied to language-like inputs; one that is not gated gets queries, keys and values only."""
-    leaves = language_like(batch, heads, queries, keys)[: 4 if gated else 3]
+    """A rule applied to language-like inputs, waited for; one that is not gated gets queries, keys and values only. The
+    gate keeps its precision."""
+    query, key, value, gate = (x.to(device) for x in language_like(batch, heads, queries, keys))
+    leaves = [x.to(dtype) for x in (query, key, value)] + [gate] * gated
     if not backward:
-        return lambda: rule(*leaves)
+        return _waited_for(torch.inference_mode()(lambda: rule(*leaves)), device)
     for leaf in leaves:
         leaf.requires_grad_()
-    grad = torch.ones(batch, heads, queries, WIDTH)
-    return lambda: torch.autograd.grad(rule(*leaves), leaves, grad)
+    grad = torch.ones(batch, heads, queries, WIDTH, device=device, dtype=dtype)
+    return _waited_for(lambda: torch.autograd.grad(rule(*leaves), leaves, grad), device)
 
 
-def decoding(rule: Rule, batch: int, heads: int, cached: int, *, gated: bool = True) -> Work:
-    """Attention of one new token to so many cached ones."""
-    return torch.inference_mode()(attention(rule, batch, heads, 1, cached, gated=gated))
+def _waited_for(work: Work, device: str) -> Work:
+    def done() -> object:
+        result = work()
+        torch.cuda.synchronize()
+        return result
+
+    return work if device == "cpu" else done
 
 
 def new_token(config: DecoderConfig, cached: int) -> Work:
