@@ -70,7 +70,7 @@ class OperatorAttention(Attention):
 
     def remembered(self, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of all tokens, and the norms of keys where they are kept to bound a new token's scores."""
-        if self.qk_norm or context.cache is None or key.device.type != "cpu":
+        if self.qk_norm or context.cache is None:
             key, value = context.remember(key, value)
             return key, value, None
         key, value, norm = context.remember(key, value, key_norms(key))
@@ -94,7 +94,9 @@ class OperatorAttention(Attention):
 
 def key_norms(key: Tensor) -> Tensor:
     """``[B, Hkv, L]``: what the operator finds itself where it is told no bound; 0 where it takes a key for padding."""
-    norm = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float64).float()
+    # In double precision, like the operator; on a GPU that would be a copy of all keys, and the bound has room.
+    dtype = torch.float64 if key.device.type == "cpu" else torch.float32
+    norm = torch.linalg.vector_norm(key, dim=-1, dtype=dtype).float()
     return norm.where(key.isfinite().all(-1), 0.0)
 
 

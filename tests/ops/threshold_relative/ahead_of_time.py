@@ -310,7 +310,7 @@ def compile_all(fast: bool, only: str = "") -> Iterator[Compiled]:
         if any(word not in ("*", mine) for word, mine in zip(only.split(), given, strict=False)):
             continue
         family = PROCESSORS[target].family
-        for choice in range(MOST_CHOICES):
+        for choice in range(1 if fast else MOST_CHOICES):
             for launched in launches(family, getattr(torch, dtype), width, variant == "everything", choice):
                 walks, words = launched.kernel.__name__ in WALKING, described(launched)
                 name = (launched.kernel.__name__, target, dtype, width, *words)
@@ -367,7 +367,7 @@ def table(results: list[Compiled]) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fast", action="store_true", help="two processors, one width")
+    parser.add_argument("--fast", action="store_true", help="two processors, one width, one tile")
     parser.add_argument("--only", default="", help="processor, dtype, width and variant, or * for any of them")
     parser.add_argument("--write", action="store_true", help="put the table into docs")
     options = parser.parse_args(arguments)
