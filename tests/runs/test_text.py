@@ -239,21 +239,45 @@ def test_all_lengths_are_measured_on_the_same_tokens(language_run: Path, capsys:
         assert {(entry["tokens"], entry["bytes"]) for entry in measured} == {(128, measured[0]["bytes"])}
 
 
-def test_train_and_evaluate_on_a_folder_from_the_command_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recipe is measured on other text, which is looked for under its name in $TRA_DATA."""
-    write_folder(tmp_path / "data" / "wikitext-103", "", prose(7, 3000))
-    monkeypatch.setenv("TRA_DATA", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
+RUN = Path("runs/wikitext103-small-tra-0")
+
+
+@pytest.fixture(scope="module")
+def trained_by_command(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a command trained the small recipe on a folder; it is measured on other text, which is looked for under its
+    name in $TRA_DATA."""
+    place = tmp_path_factory.mktemp("command")
+    folder = write_folder(place / "text", prose(1, 900), prose(2, 300), prose(3, 200))
+    write_folder(place / "data" / "wikitext-103", "", prose(7, 3000))
     model = ["--model.vocabulary", "300", "--model.layers", "1", "--model.heads", "2", "--model.width", "16"]
     text = ["--task-options", f"train={folder}", "tokenizer=bpe-300"]
-    assert main(["train", "wikitext103-small", *text, *model, "--length", "16", "--steps", "2", "--batch", "3"]) == 0
-    run = Path(capsys.readouterr().out.splitlines()[-1])
-    assert run == Path("runs/wikitext103-small-tra-0")
-    stored = json.loads((run / "recipe.json").read_text())
-    assert stored["task_options"] == {"train": str(folder), "evaluation": "wikitext-103", "tokenizer": "bpe-300"}
-    content = json.loads((run / "results.json").read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRA_DATA", str(place / "data"))
+        patch.setenv("TRA_CACHE", str(place / "cache"))
+        patch.chdir(place)
+        assert (
+            main(["train", "wikitext103-small", *text, *model, "--length", "16", "--steps", "2", "--batch", "3"]) == 0
+        )
+    return place
+
+
+@pytest.fixture
+def there(trained_by_command: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In that folder, whose results no test may change."""
+    monkeypatch.setenv("TRA_DATA", str(trained_by_command / "data"))
+    monkeypatch.setenv("TRA_CACHE", str(trained_by_command / "cache"))
+    monkeypatch.chdir(trained_by_command)
+    return trained_by_command
+
+
+def test_a_command_trains_on_a_folder_and_measures_on_another(there: Path) -> None:
+    stored = json.loads((RUN / "recipe.json").read_text())
+    assert stored["task_options"] == {
+        "train": str(there / "text"),
+        "evaluation": "wikitext-103",
+        "tokenizer": "bpe-300",
+    }
+    content = json.loads((RUN / "results.json").read_text())
     assert (content["task"], content["step"]) == ("text", 2)
     lengths = [(result["length"], result["stride"]) for result in content["results"]]
     assert lengths == [*((16 * times, None) for times in (1, 2, 4, 8, 16, 32)), (16, 8), (128, 64)]
@@ -261,32 +285,45 @@ def test_train_and_evaluate_on_a_folder_from_the_command_line(
         *("set", "length", "examples", "stride", "tokens", "words", "bytes", "loss"),
         *("perplexity", "perplexity_per_word", "perplexity_per_byte", "loss_by_position", "windows", "parts"),
     }
-    text_of_it = (tmp_path / "data" / "wikitext-103" / "valid.txt").read_text()
-    assert {(result["words"], result["bytes"]) for result in content["results"]} == {
-        (len(text_of_it.split()), len(text_of_it))
-    }
+    read = (there / "data" / "wikitext-103" / "valid.txt").read_text()
+    assert {(result["words"], result["bytes"]) for result in content["results"]} == {(len(read.split()), len(read))}
     assert all(200 < result["perplexity"] < 400 for result in content["results"])
 
-    before = (run / "results.json").read_bytes()
-    assert main(["evaluate", str(run), "--lengths", "16", "48", "--stride", "8", "--examples", "4", "--json"]) == 0
+
+@pytest.mark.usefixtures("there")
+def test_a_command_measures_other_windows_and_stores_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    before = (RUN / "results.json").read_bytes()
+    assert main(["evaluate", str(RUN), "--lengths", "16", "48", "--stride", "8", "--examples", "4", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["results"]
     assert [(entry["length"], entry["stride"], entry["tokens"]) for entry in measured] == [(16, 8, 64), (48, 8, 192)]
-    assert main(["evaluate", str(run), "--lengths", "21", "--json"]) == 0
+    assert (RUN / "results.json").read_bytes() == before
+
+
+def test_a_command_says_what_it_measured(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(RUN), "--lengths", "21", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["results"]
     assert (entry["set"], entry["stride"], entry["examples"]) == ("valid", None, (1 << 17) // 21)
-    assert entry["bytes"] == len(text_of_it)
-    assert main(["evaluate", str(run), "--lengths", "21"]) == 0
+    assert entry["bytes"] == len((there / "data" / "wikitext-103" / "valid.txt").read_text())
+    assert main(["evaluate", str(RUN), "--lengths", "21"]) == 0
     said = capsys.readouterr().out
     for field, places in (("perplexity", 2), ("perplexity_per_word", 2), ("perplexity_per_byte", 3)):
         assert f"| tra | {entry[field]:.{places}f} [" in said
     assert re.search(r"tra at +21 tokens:  valid \d+\.\d{3}\n", said)
-    for wrong, message in (
-        (["--lengths", "0"], "length must be at least 1, got 0"),
-        (["--lengths", "8", "--stride", "9"], "stride must be between 1 and the window of 8, got 9"),
-        (["--sets", "test"], f"text must hold a test split: no file in {tmp_path / 'data' / 'wikitext-103'} ends in"),
-    ):
-        assert main(["evaluate", str(run), *wrong]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"tra: error: {message}")
-        assert error.count("\n") == 1
-    assert (run / "results.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("--lengths 0", "length must be at least 1, got 0"),
+        ("--lengths 8 --stride 9", "stride must be between 1 and the window of 8, got 9"),
+        ("--sets test", "text must hold a test split: no file in "),
+    ],
+)
+@pytest.mark.usefixtures("there")
+def test_a_window_that_cannot_be_measured_is_one_line(
+    wrong: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(RUN), *wrong.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tra: error: {message}")
+    assert error.count("\n") == 1
