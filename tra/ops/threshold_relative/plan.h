@@ -75,6 +75,16 @@ bool all_finite(const float* row, int64_t count) {
     return largest < 0x7f800000u;
 }
 
+// Copies a row. False: one of its numbers is not finite.
+bool copy_finite(const float* __restrict from, int64_t count, float* __restrict to) {
+    uint32_t largest = 0;
+    for (int64_t d = 0; d < count; d++) {
+        to[d] = from[d];
+        largest = std::max(largest, to_bits(from[d]) & 0x7fffffffu);
+    }
+    return largest < 0x7f800000u;
+}
+
 double dot(const float* a, const float* b, int64_t count) {
     double sum[8] = {};
     int64_t d = 0;
@@ -211,6 +221,14 @@ struct Plan {
               float* to) const {
         read_row(tensor.data, place(tensor, batch, head, position), tensor.stride[3], count, type, to);
     }
+    // The same. False: one of the numbers is not finite.
+    bool read_finite(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position, int64_t count,
+                     float* to) const {
+        if (type == kFloat32 && tensor.stride[3] == 1)
+            return copy_finite(static_cast<const float*>(tensor.data) + place(tensor, batch, head, position), count, to);
+        read(tensor, batch, head, position, count, to);
+        return all_finite(to, count);
+    }
     // The row in place if it can be read as it is, otherwise a copy in `room`.
     const float* look(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position, int64_t count,
                       float* room) const {
@@ -227,9 +245,15 @@ struct Plan {
         for (int64_t at = 0; at < count * size; at += 64) __builtin_prefetch(row + at);
         __asm__ volatile("");  // or GCC takes the function for one without effects and leaves its calls out
     }
-    void write(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position, int64_t count,
-               const float* from) const {
-        write_row(tensor.data, place(tensor, batch, head, position), tensor.stride[3], count, type, from);
+    // What a function makes of the numbers of a row, in place if they must be converted.
+    template <class Function>
+    void write(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position, int64_t count, float* from,
+               const Function& function) const {
+        const int64_t at = place(tensor, batch, head, position);
+        const bool direct = type == kFloat32 && tensor.stride[3] == 1;
+        float* to = direct ? static_cast<float*>(tensor.data) + at : from;
+        for (int64_t d = 0; d < count; d++) to[d] = function(from[d]);
+        if (!direct) write_row(tensor.data, at, tensor.stride[3], count, type, from);
     }
 
     void find_segments() {

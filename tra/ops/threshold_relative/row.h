@@ -84,8 +84,8 @@ void finish_forward(const Plan& plan, const Row& row, TraRowState state, float s
     Components values;
     if (p.residual.data) std::memcpy(values, output, p.value_width * sizeof(float));
     // A product with 1 / sum would round once more. -0 becomes 0.
-    for (int64_t d = 0; d < p.value_width; d++) output[d] = output[d] * plan.drop_scale / sum + 0.0f;
-    plan.write(p.output, row.batch, row.head, row.query, p.value_width, output);
+    plan.write(p.output, row.batch, row.head, row.query, p.value_width, output,
+               [&](float value) { return value * plan.drop_scale / sum + 0.0f; });
     if (p.residual.data) write_residual(plan, row, values, double(plan.drop_scale) / sum);
 }
 
@@ -131,9 +131,11 @@ struct RowGradients {
     float gate, threshold;
 };
 
-void write_backward(const Plan& plan, const Row& row, const float* grad_query, RowGradients grads) {
+void write_backward(const Plan& plan, const Row& row, float* grad_query, RowGradients grads, float scale) {
     const TraProblem& p = plan.problem;
-    if (p.grad_query.data) plan.write(p.grad_query, row.batch, row.head, row.query, p.width, grad_query);
+    if (p.grad_query.data)
+        plan.write(p.grad_query, row.batch, row.head, row.query, p.width, grad_query,
+                   [&](float grad) { return grad * scale + 0.0f; });
     plan.number(p.grad_log_gate, row.batch, row.head, row.query) = grads.gate + 0.0f;
     if (p.grad_threshold.data) plan.number(p.grad_threshold, row.batch, row.head, row.query) = grads.threshold + 0.0f;
 }
@@ -141,23 +143,29 @@ void write_backward(const Plan& plan, const Row& row, const float* grad_query, R
 // Scales the sum of gradients of scores times keys, in place, and writes it.
 void finish_backward(const Plan& plan, const Row& row, float* grad_query, RowGradients grads) {
     const TraProblem& p = plan.problem;
-    for (int64_t d = 0; d < p.width; d++) grad_query[d] = grad_query[d] * p.scale + 0.0f;
-    write_backward(plan, row, grad_query, grads);
+    write_backward(plan, row, grad_query, grads, p.scale);
 }
 
-// Scales the gradient of a key, in place, and writes it and that of its value.
-void finish_key(const Plan& plan, int64_t batch, int64_t head, int64_t key, float* grad_key, const float* grad_value) {
+// Scales the gradient of a key and writes it and that of its value. Both may be changed.
+void finish_key(const Plan& plan, int64_t batch, int64_t head, int64_t key, float* grad_key, float* grad_value) {
     const TraProblem& p = plan.problem;
-    for (int64_t d = 0; d < p.width; d++) grad_key[d] = grad_key[d] * p.scale + 0.0f;
-    if (p.grad_key.data) plan.write(p.grad_key, batch, head, key, p.width, grad_key);
-    if (p.grad_value.data) plan.write(p.grad_value, batch, head, key, p.value_width, grad_value);
+    if (p.grad_key.data)
+        plan.write(p.grad_key, batch, head, key, p.width, grad_key, [&](float grad) { return grad * p.scale + 0.0f; });
+    if (p.grad_value.data)
+        plan.write(p.grad_value, batch, head, key, p.value_width, grad_value, [](float grad) { return grad; });
+}
+
+// A key that is masked or beyond every row's reach.
+void skip_key(const Plan& plan, int64_t batch, int64_t head, int64_t key) {
+    Components zeros = {};
+    finish_key(plan, batch, head, key, zeros, zeros);
 }
 
 // A row without a walk: all its gradients are `value`, 0 or NaN.
 void fill_backward(const Plan& plan, const Row& row, float value) {
     Components grad_query;
     std::fill_n(grad_query, plan.problem.width, value);
-    write_backward(plan, row, grad_query, {value, value});
+    write_backward(plan, row, grad_query, {value, value}, 1);
 }
 
 // Forward of one row at a time: values are read only where their key is kept.

@@ -85,14 +85,12 @@ struct BackwardWorker {
         const int64_t begin = block * share.size, end = std::min(p.query_length, begin + share.size);
         const int64_t low = share.first_key(block);
         const int64_t high = end < p.query_length ? share.first_key(block + 1) : p.key_length;
-        Components zeros = {};
-        for (int64_t key = low; key < high; key++)  // some are masked or beyond every row's reach
-            finish_key(plan, batch, key_head, key, zeros, zeros);
         KeyGradients* parts = &share.apart[head * share.blocks];
         // A gradient in half precision is rounded once, when it is complete.
         parts[block].high = share.blocks > 1 && plan.type != kFloat32 ? high : low;
         parts[block].width = p.width + p.value_width;
-        walk.run(batch, key_head, begin, end, &parts[block]);
+        int64_t finished = walk.run(batch, key_head, begin, end, &parts[block]);
+        while (finished > low) skip_key(plan, batch, key_head, --finished);
         if (--share.left[head] == 0) join(batch, key_head, parts);
     }
 
@@ -114,8 +112,10 @@ struct BackwardWorker {
                 for (int64_t d = 0; d < p.value_width; d++) grad_value[d] += part[p.width + d];
             }
             if (!read) continue;
-            if (p.grad_key.data) plan.write(p.grad_key, batch, key_head, key, p.width, grad_key);
-            if (p.grad_value.data) plan.write(p.grad_value, batch, key_head, key, p.value_width, grad_value);
+            auto as_it_is = [](float grad) { return grad; };
+            if (p.grad_key.data) plan.write(p.grad_key, batch, key_head, key, p.width, grad_key, as_it_is);
+            if (p.grad_value.data)
+                plan.write(p.grad_value, batch, key_head, key, p.value_width, grad_value, as_it_is);
         }
         for (int64_t block = 0; block < share.blocks; block++) parts[block].rows = {};
     }

@@ -32,12 +32,10 @@ struct Tile {
             plan.expect(p.key, batch, head, key - kSmallTile, p.width);
             plan.expect(p.value, batch, head, key - kSmallTile, p.value_width);
             float* row = keys.data + count * plan.key_stride;
-            plan.read(p.key, batch, head, key, p.width, row);
-            if (!all_finite(row, p.width)) continue;  // as if it were padding
+            if (!plan.read_finite(p.key, batch, head, key, p.width, row)) continue;  // as if it were padding
             if (with_values) {
                 float* value = values.data + count * plan.value_stride;
-                plan.read(p.value, batch, head, key, p.value_width, value);
-                if (!all_finite(value, p.value_width)) {
+                if (!plan.read_finite(p.value, batch, head, key, p.value_width, value)) {
                     std::memset(value, 0, p.value_width * sizeof(float));
                     bad[bad_count++] = int32_t(count);
                 }

@@ -34,8 +34,9 @@ class Walk {
     }
 
     // Rows [begin, end) of all query heads that share one key head. Backward leaves the gradients of keys before
-    // apart->high there: other rows have a part in them too.
-    void run(int64_t batch, int64_t key_head, int64_t begin, int64_t end, KeyGradients* apart = nullptr) {
+    // apart->high there: other rows have a part in them too. Returns the first of the keys whose gradients it has
+    // written: all from there to the last row's.
+    int64_t run(int64_t batch, int64_t key_head, int64_t begin, int64_t end, KeyGradients* apart = nullptr) {
         apart_ = apart;
         batch_ = batch;
         key_head_ = key_head;
@@ -45,6 +46,7 @@ class Walk {
         next_ = end - 1;
         next_member_ = plan_.group - 1;
         last_ = begin;
+        finished_ = position_of(end);
         while (true) {
             if (!active_) {  // nothing to carry on: jump to the next row
                 if (next_ < last_) break;
@@ -75,6 +77,7 @@ class Walk {
             admit_all(low);
             while (!groups_.empty() && int64_t(groups_.size() - 1) * kLanes >= active_ + spare()) fold();
         }
+        return finished_;
     }
 
    private:
@@ -273,27 +276,32 @@ class Walk {
     // At the end of a span, the sums over it go to their totals.
     void settle(Group<kMode>& group, float* base) {
         if constexpr (kMode == Mode::kForward) group.lanes.sum.settle();
-        if constexpr (kMode == Mode::kBackward)
-            group.lanes.settle();
+        if constexpr (kMode == Mode::kBackward) group.lanes.settle();
         for (uint64_t left = group.active; left; left &= left - 1) settle_row(group, base, __builtin_ctzll(left));
     }
     // Totals are not even cleared for rows that end within their first span.
     void settle_row(Group<kMode>& group, float* base, int lane) {
         const int64_t at = lane * result_width_;
         float *partial = base + result_at_ + at, *total = base + total_at_ + at, *lost = base + lost_at_ + at;
-        if (!(group.settled >> lane & 1))
-            for (float* sums : {total, lost}) std::memset(sums, 0, result_width_ * sizeof(float));
+        if (group.settled >> lane & 1) return ::settle(partial, total, lost, result_width_);
         group.settled |= uint64_t(1) << lane;
-        ::settle(partial, total, lost, result_width_);
+        for (int64_t d = 0; d < result_width_; d += kWidth) {
+            store(total + d, load(partial + d));
+            store(lost + d, Floats{});
+            store(partial + d, Floats{});
+        }
     }
     // What a row has summed up, in place.
     float* result(Group<kMode>& group, float* base, int lane) {
         const int64_t at = lane * result_width_;
         if (!(group.settled >> lane & 1)) return base + result_at_ + at;
-        settle_row(group, base, lane);
-        float *total = base + total_at_ + at, *lost = base + lost_at_ + at;
-        for (int64_t d = 0; d < result_width_; d++) total[d] += lost[d];
-        return total;
+        float *partial = base + result_at_ + at, *total = base + total_at_ + at, *lost = base + lost_at_ + at;
+        for (int64_t d = 0; d < result_width_; d += kWidth) {
+            Floats whole = load(total + d), rest = load(lost + d);
+            add_term(whole, rest, load(partial + d));
+            store(partial + d, whole + rest);
+        }
+        return partial;
     }
 
     // Walks one vector of rows past the keys of the tile: which are kept, and at what distance. As a call
@@ -391,9 +399,10 @@ class Walk {
         }
         for (int64_t k = 0; k < keys; k++) {
             float* grad_key = grad_keys_.data + k * plan_.width_lanes;
-            const float* grad_value = grad_values_.data + k * plan_.value_lanes;
+            float* grad_value = grad_values_.data + k * plan_.value_lanes;
             if (tile_.index[k] >= apart_->high) {
-                finish_key(plan_, batch_, key_head_, tile_.index[k], grad_key, grad_value);
+                while (finished_ > tile_.index[k] + 1) skip_key(plan_, batch_, key_head_, --finished_);
+                finish_key(plan_, batch_, key_head_, --finished_, grad_key, grad_value);
                 continue;
             }
             float* row = apart_->add(tile_.index[k]);
@@ -486,6 +495,7 @@ class Walk {
     const TraProblem& problem_;
     int64_t batch_ = 0, key_head_ = 0;
     KeyGradients* apart_ = nullptr;
+    int64_t finished_ = 0;                           // backward: gradients of this key and those after it are written
     int64_t next_low_ = 0, span_ = 0;                // where the tile after this one ends, and its span
     int64_t active_ = 0;                             // rows under way
     int64_t next_ = 0, next_member_ = 0, last_ = 0;  // the next to enter, its head in the group; the last
