@@ -79,7 +79,7 @@ sanitize: setup
 	  $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
-	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix tests/ops/threshold_relative/,test_semantics.py test_cpu.py) \
+	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix tests/ops/threshold_relative/,test_semantics.py test_cpu.py test_straight_through.py) \
 	  -k "not memory"
 
 setup: $(READY)

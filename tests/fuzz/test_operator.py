@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.fuzz.strategies import TRIED, Call, attack, calls, tensors
 from tests.ops.oracle import dense_attention
+from tests.ops.straight_through_oracle import straight_through_attention
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
 
@@ -109,6 +110,32 @@ def test_gradients_are_those_of_double_precision(call: Call) -> None:
         for name, ours, theirs in zip(inputs, found, wanted, strict=True):
             assert ours.shape == inputs[name].shape
             # Backward reads the rounded output, of which the rounding of every column counts.
+            size = max(1.0, theirs.abs().max().item() if theirs.numel() else 1.0, call.value_size)
+            close(ours, theirs, size, rounding(call) * (1.0 + call.value_width**0.5) + 1e-4)
+
+
+@attack(30)
+@given(calls())
+def test_gradients_that_pass_a_threshold_of_each_row_are_those_of_double_precision(call: Call) -> None:
+    TRIED["operator, straight-through"] += 1
+    call = call._replace(tolerance=None if call.tolerance is None else 0.0)
+    inputs, masks = tensors(call)
+    rng = torch.Generator().manual_seed(call.seed % 2**32)
+    rows = inputs["query"].shape[:3]
+    # Halfway between two scores, which are multiples of the scale.
+    inputs["threshold"] = call.scale * (torch.randint(-4, 5, rows, generator=rng) + 0.5)
+    temperature = 0.5 * call.scale * call.width**0.5
+    grad = torch.randn(*rows, call.value_width, generator=rng).to(call.dtype)
+    visible = kept(call._replace(threshold=-torch.inf), inputs, masks)
+    exact = [x.double().detach().requires_grad_() for x in inputs.values()]
+    out = straight_through_attention(*exact, temperature, visible, call.scale)
+    wanted = torch.autograd.grad(out, exact, grad.double())
+    options = {**call.options, **masks, "straight_through": temperature}
+    for name in cpu.LIBRARIES:
+        leaves = [x.detach().requires_grad_() for x in inputs.values()]
+        with mock.patch.object(cpu, "variant", name):
+            out = threshold_relative_attention(*leaves[:4], impl="cpu", **{**options, "threshold": leaves[4]})
+        for ours, theirs in zip(torch.autograd.grad(out, leaves, grad), wanted, strict=True):
             size = max(1.0, theirs.abs().max().item() if theirs.numel() else 1.0, call.value_size)
             close(ours, theirs, size, rounding(call) * (1.0 + call.value_width**0.5) + 1e-4)
 

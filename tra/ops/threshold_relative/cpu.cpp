@@ -76,6 +76,7 @@ TraStatus backward(const TraProblem& p) {
     expect_large(plan, p.grad_key, p.key_heads, p.key_length, p.width);
     expect_large(plan, p.grad_value, p.key_heads, p.key_length, p.value_width);
     if (!find_norms(plan)) return kTraNoMemory;
+    plan.find_centers();
     double work = 2 * double(p.batch * p.query_heads) * p.query_length * p.key_length * p.width;
     BackwardShare share(plan);
     return run_team(p, share.items(), work, [&] { return BackwardWorker(plan, share); }) ? kTraDone : kTraNoMemory;

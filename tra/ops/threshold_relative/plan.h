@@ -29,11 +29,11 @@ typedef float Components[kWidest];
 // Where the kept scores of a row span no more than this, the least of them is its offset, and weights
 // lie between 1 and e^40; otherwise a first walk finds the row's largest logit.
 constexpr double kSafeSpread = 40.0;
-// A row sums its weights and values over one span of keys after another, and adds each sum to its
-// totals with what rounding takes away: chains of additions stay short, however long the row. Spans are
-// counted from the first key that is not padding, so that they are the same for every row and call.
-// Where products are rounded as well, a third as many keep to the promised accuracy.
-constexpr int64_t kSpan = (kFuses ? 24 : 8) * kKeys;
+// A row sums its weights and values over one block of keys after another, the blocks over spans, and adds each span to
+// its totals with what rounding takes away: chains of additions stay short, however long the row. Blocks and spans are
+// counted from the first key that is not padding, so that they are the same for every row and call. Where products are
+// rounded as well, shorter spans keep to the promised accuracy.
+constexpr int64_t kBlock = 3 * kKeys, kSpan = (kFuses ? 8 : 3) * kBlock;
 // Computed scores and norms may pass their exact bounds by rounding.
 constexpr double kBoundSlack = 1.001;
 // And where queries and keys were rounded to their type, by this much more.
@@ -145,6 +145,7 @@ struct Plan {
     bool all_safe;                       // no row needs a first walk
     mutable std::atomic<bool> bound_broken{false};  // one had a larger one
     std::vector<float> largest_norm;     // [batch, key head, key]: over this key and all before it
+    std::vector<float> center;           // backward: [batch, key head, component], about the mean of the values
     std::vector<int32_t> segment_start;  // [batch, key]: the first key of the same document
     std::vector<std::vector<int32_t>> span_starts;  // [batch]: of padded sequences, the first key of each span
 
@@ -208,6 +209,16 @@ struct Plan {
         const std::vector<int32_t>& starts = span_starts[batch];
         auto after = std::upper_bound(starts.begin(), starts.end(), key);
         return after == starts.begin() ? 0 : *(after - 1);
+    }
+    // The same of its block.
+    int64_t block_start(int64_t batch, int64_t key) const {
+        if (!problem.key_mask) return key - key % kBlock;
+        int64_t start = span_start(batch, key), before = 0;
+        for (int64_t other = start; other <= key; other++) {
+            if (!valid(batch, other)) continue;
+            if (before++ % kBlock == 0) start = other;
+        }
+        return start;
     }
     // Where a row of the tensor begins, in elements.
     int64_t place(const TraTensor& tensor, int64_t batch, int64_t head, int64_t position) const {
@@ -291,6 +302,31 @@ struct Plan {
         if (stride == 1) for (int64_t n = 0; n < end - begin; n++) count += mask[n] != 0;  // in vectors
         else for (int64_t n = 0; n < end - begin; n++) count += mask[n * stride] != 0;
         return count;
+    }
+    // Gradients of scores are differences of products with values, in which what all values have in common cancels, but
+    // not its rounding: backward takes it away before. Any numbers will do, and the mean of a few values is near enough.
+    // Dropout multiplies each product by another factor, and nothing cancels.
+    void find_centers() {
+        constexpr int64_t kSample = 16;
+        const TraProblem& p = problem;
+        center.assign(p.batch * p.key_heads * p.value_width, 0.0f);
+        if (p.dropout > 0) return;
+        Components row;
+        for (int64_t head = 0; head < p.batch * p.key_heads; head++) {
+            double sum[kWidest] = {};
+            int64_t count = 0;
+            for (int64_t key = 0; key < p.key_length && count < kSample; key++) {
+                if (!valid(head / p.key_heads, key)) continue;
+                if (!read_finite(p.value, head / p.key_heads, head % p.key_heads, key, p.value_width, row)) continue;
+                for (int64_t d = 0; d < p.value_width; d++) sum[d] += row[d];
+                count++;
+            }
+            for (int64_t d = 0; d < p.value_width && count; d++)
+                if (std::fabs(sum[d]) < 1e30) center[head * p.value_width + d] = float(sum[d] / count);
+        }
+    }
+    const float* center_of(int64_t batch, int64_t key_head) const {
+        return center.data() + (batch * problem.key_heads + key_head) * problem.value_width;
     }
     // A maximum over the visible keys alone: the bound of a row is then the same decoded or
     // prefilled, padded or not.

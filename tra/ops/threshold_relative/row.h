@@ -110,7 +110,7 @@ void spoil_forward(const Plan& plan, const Row& row) {
     finish_forward(plan, row, {0, kNaN}, kNaN, zeros);
 }
 
-// The gradient of the output, and delta = gradient . output. False: not finite.
+// The gradient of the output, and delta = gradient . (output - center). False: not finite.
 bool open_backward(const Plan& plan, const Row& row, float* grad, float& delta) {
     const TraProblem& p = plan.problem;
     Components room;
@@ -122,6 +122,7 @@ bool open_backward(const Plan& plan, const Row& row, float* grad, float& delta) 
                  p.value_width, kBFloat16, room);
         product += dot(grad, room, p.value_width);
     }
+    product -= dot(grad, plan.center_of(row.batch, row.head / plan.group), p.value_width);
     delta = float(product);
     return all_finite(grad, p.value_width) && std::isfinite(delta) && std::isfinite(row.state->sum);
 }
@@ -264,29 +265,40 @@ class SingleRow {
             for (int u = 0; u < kTogether; u++) products[u] = multiply_add(query[d], keys[u][d], products[u]);
     }
 
-    // The sum of values by weight and, behind it, that of weights: span by span, from near to far. False: one of
+    // The sum of values by weight and, behind it, that of weights: block by block, from near to far. False: one of
     // the values is not finite.
     bool add_up(const Row& row, int64_t key_head) {
         const TraProblem& p = problem_;
         const int64_t width = p.value_width, count = int64_t(kept_.size());
         Components room;
-        float partial[kWidest + 1], lost[kWidest + 1];
-        for (float* sums : {partial, lost, total_}) std::fill_n(sums, width + 1, 0.0f);
-        int64_t span = count ? plan_.span_start(row.batch, kept_[0]) : 0;
+        float block[kWidest + 1], partial[kWidest + 1], lost[kWidest + 1];
+        for (float* sums : {block, partial, lost, total_}) std::fill_n(sums, width + 1, 0.0f);
+        auto end_block = [&] {
+            for (int64_t d = 0; d <= width; d++) {
+                partial[d] += block[d];
+                block[d] = 0;
+            }
+        };
+        int64_t span = problem_.key_length, first = span;  // of the span and of the block
         for (int64_t c = 0; c < count; c++) {
+            if (kept_[c] < first) {
+                end_block();
+                first = plan_.block_start(row.batch, kept_[c]);
+            }
             if (kept_[c] < span) {
                 settle(partial, total_, lost, width + 1);
                 span = plan_.span_start(row.batch, kept_[c]);
             }
             const float weight = weights_[c];
-            partial[width] += weight;
+            block[width] += weight;
             const float* value = plan_.look(p.value, row.batch, key_head, kept_[c], width, room);
             if (!all_finite(value, width)) return false;
             if (plan_.drop_below &&
                 random_bits(uint32_t(kept_[c]), row.random_low, row.random_high) < plan_.drop_below)
                 continue;
-            for (int64_t d = 0; d < width; d++) partial[d] = multiply_add(weight, value[d], partial[d]);
+            for (int64_t d = 0; d < width; d++) block[d] = multiply_add(weight, value[d], block[d]);
         }
+        end_block();
         settle(partial, total_, lost, width + 1);
         for (int64_t d = 0; d <= width; d++) total_[d] += lost[d];
         return true;

@@ -56,7 +56,7 @@ struct Rule<Mode::kForward, kDrops, kStraight> {
 
     Rule(const Plan& p, const Tile& t, int64_t first, float*, Lanes<Mode::kForward>& of, int lane)
         : plan(p), tile(t), lanes(of), at(lane), random_low(load(of.random_low + lane)),
-          random_high(load(of.random_high + lane)), sum(load(of.sum.partial + lane)) {
+          random_high(load(of.random_high + lane)), sum{} {
         while (bad < tile.bad_count && tile.bad[bad] < first) bad++;
     }
     void meet(const Meeting& met, float* place) {
@@ -71,7 +71,7 @@ struct Rule<Mode::kForward, kDrops, kStraight> {
         }
         store(place, weight);
     }
-    void save() { store(lanes.sum.partial + at, sum); }
+    void save() { store(lanes.sum.partial + at, load(lanes.sum.partial + at) + sum); }
 };
 
 template <bool kDrops, bool kStraight>

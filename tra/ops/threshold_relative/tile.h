@@ -5,13 +5,14 @@
 
 namespace {
 
-constexpr int64_t kLargeTile = 8 * kKeys, kSmallTile = 3 * kKeys;
+constexpr int64_t kMostBlocks = 3, kLargeTile = kMostBlocks * kBlock;
 
 // Valid keys of one stretch, nearest first, packed as fp32 rows.
 struct Tile {
     int64_t low, high;  // the stretch [low, high)
     bool ends_span;
     int64_t count;
+    int64_t blocks, block_end[kMostBlocks];  // its blocks, and the first key after each
     int32_t index[kLargeTile];
     int32_t segment[kLargeTile];
     int64_t bad_count;  // keys whose value is not finite; it is packed as zero
@@ -26,11 +27,17 @@ struct Tile {
 
     void load_keys(const Plan& plan, int64_t batch, int64_t head, bool with_values) {
         const TraProblem& p = plan.problem;
-        count = bad_count = 0;
+        const float* center = plan.center.empty() ? nullptr : plan.center_of(batch, head);
+        count = bad_count = blocks = 0;
+        int64_t block = high;
         for (int64_t key = high - 1; key >= low; key--) {
             if (!plan.valid(batch, key)) continue;
-            plan.expect(p.key, batch, head, key - kSmallTile, p.width);
-            plan.expect(p.value, batch, head, key - kSmallTile, p.value_width);
+            if (key < block) {
+                if (count) block_end[blocks++] = count;
+                block = plan.block_start(batch, key);
+            }
+            plan.expect(p.key, batch, head, key - kBlock, p.width);
+            plan.expect(p.value, batch, head, key - kBlock, p.value_width);
             float* row = keys.data + count * plan.key_stride;
             if (!plan.read_finite(p.key, batch, head, key, p.width, row)) continue;  // as if it were padding
             if (with_values) {
@@ -39,11 +46,13 @@ struct Tile {
                     std::memset(value, 0, p.value_width * sizeof(float));
                     bad[bad_count++] = int32_t(count);
                 }
+                for (int64_t d = 0; d < p.value_width && center; d++) value[d] -= center[d];
             }
             index[count] = int32_t(key);
             segment[count] = plan.segment(batch, key);
             count++;
         }
+        if (count) block_end[blocks++] = count;
     }
 };
 

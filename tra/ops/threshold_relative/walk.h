@@ -86,7 +86,10 @@ class Walk {
         if (!tile_.low) return next_low_ = 0;
         bool large = !(problem_.tolerance > 0) || active_ > kManyRows;
         span_ = plan_.span_start(batch_, tile_.low - 1);
-        return next_low_ = std::max(span_, tile_.low - (large ? kLargeTile : kSmallTile));
+        next_low_ = plan_.block_start(batch_, tile_.low - 1);
+        for (int64_t blocks = 1; large && blocks < kMostBlocks && next_low_ > span_; blocks++)
+            next_low_ = plan_.block_start(batch_, next_low_ - 1);
+        return next_low_;
     }
     // Rows at or after `low` take free lanes.
     void admit(int64_t low, size_t group) {
@@ -234,42 +237,54 @@ class Walk {
         for (int n = 0; n < kCount; n++) {
             if constexpr (kMode == Mode::kForward)
                 if (straight_through()) track_largest(group.lanes, n, first, weights);
-            if (straight) {
-                if constexpr (kMode == Mode::kBackward) {
-                    if (drops) weigh<true, true, true>(group.lanes, n, first, weights, grads);
-                    else if (masked) weigh<true, false, true>(group.lanes, n, first, weights, grads);
-                    else weigh<false, false, true>(group.lanes, n, first, weights, grads);
-                }
-            } else if (masked && drops) beyond |= weigh<true, true, false>(group.lanes, n, first, weights, grads);
-            else if (masked) beyond |= weigh<true, false, false>(group.lanes, n, first, weights, grads);
-            else if (drops) beyond |= weigh<false, true, false>(group.lanes, n, first, weights, grads);
-            else beyond |= weigh<false, false, false>(group.lanes, n, first, weights, grads);
+        }
+        // Only forward takes the tile block by block.
+        const int64_t pieces = kMode == Mode::kForward ? tile_.blocks : 1;
+        for (int64_t piece = 0, begin = first; piece < pieces; piece++) {
+            const int64_t end = kMode == Mode::kForward ? tile_.block_end[piece] : count;
+            if (end <= begin) continue;
+            for (int n = 0; n < kCount; n++) {
+                const Part part{n, begin, end, weights, grads};
+                if (straight) {
+                    if constexpr (kMode == Mode::kBackward) {
+                        if (drops) weigh<true, true, true>(group.lanes, part);
+                        else if (masked) weigh<true, false, true>(group.lanes, part);
+                        else weigh<false, false, true>(group.lanes, part);
+                    }
+                } else if (masked && drops) beyond |= weigh<true, true, false>(group.lanes, part);
+                else if (masked) beyond |= weigh<true, false, false>(group.lanes, part);
+                else if (drops) beyond |= weigh<false, true, false>(group.lanes, part);
+                else beyond |= weigh<false, false, false>(group.lanes, part);
+            }
+            if constexpr (kMode == Mode::kForward)
+                add_keys(group.active, begin, end, weights, tile_.values.data, plan_.value_stride, base + result_at_);
+            begin = end;
         }
         if constexpr (kMode == Mode::kForward) {
             if (__builtin_expect(beyond != 0, 0)) check_bound<kCount>(group, base, first, counted);
-            add_keys(group.active, first, weights, tile_.values.data, plan_.value_stride, base + result_at_);
             if (tile_.ends_span) settle(group, base);
         } else if (kMode == Mode::kBackward) {
             if (problem_.grad_query.data)
-                add_keys(group.active, first, grads, tile_.keys.data, plan_.key_stride, base + result_at_);
+                add_keys(group.active, first, count, grads, tile_.keys.data, plan_.key_stride, base + result_at_);
             if (tile_.ends_span) settle(group, base);
             std::memset(weights, 0, first * kLanes * sizeof(float));
             std::memset(grads, 0, first * kLanes * sizeof(float));
         }
     }
 
-    // Every row of the group adds the packed rows of the tile, weighted.
-    void add_keys(uint64_t active, int64_t first, const float* weights, const float* rows, int64_t stride,
+    // Every row of the group adds packed rows of the tile, weighted.
+    void add_keys(uint64_t active, int64_t begin, int64_t end, const float* weights, const float* rows, int64_t stride,
                   float* results) {
+        constexpr Onto onto = kMode == Mode::kForward ? Onto::kTotal : Onto::kSum;
         for (int lane = 0; lane < kLanes; lane += kKeys, active >>= kKeys) {
             if (!(active & ((1u << kKeys) - 1))) continue;
-            Terms terms{tile_.count - first, rows + first * stride, stride, weights + first * kLanes + lane, kLanes};
+            Terms terms{end - begin, rows + begin * stride, stride, weights + begin * kLanes + lane, kLanes};
             float* to = results + lane * result_width_;
             int64_t d = 0;
             for (; d + kLanes <= result_width_; d += kLanes, terms.a += kLanes)
-                multiply<kVectors, 1, false>(terms, to + d, result_width_, Onto::kSum);
+                multiply<kVectors, 1, false>(terms, to + d, result_width_, onto);
             for (; d < result_width_; d += kWidth, terms.a += kWidth)
-                multiply<1, 1, false>(terms, to + d, result_width_, Onto::kSum);
+                multiply<1, 1, false>(terms, to + d, result_width_, onto);
         }
     }
 
@@ -304,21 +319,26 @@ class Walk {
         return partial;
     }
 
-    // Walks one vector of rows past the keys of the tile: which are kept, and at what distance. As a call
+    // What one vector of rows meets at once.
+    struct Part {
+        int vector;
+        int64_t begin, end;     // keys of the tile
+        float *weights, *grads; // of the whole tile
+    };
+    // Walks one vector of rows past keys of the tile: which are kept, and at what distance. As a call
     // of its own it would take a few percent more time. Nonzero: forward met a score, kept or not, beyond
     // the caller's bound.
     template <bool kMasked, bool kDrops, bool kStraight>
-    __attribute__((always_inline)) inline uint64_t weigh(Lanes<kMode>& lanes, int n, int64_t first, float* weights,
-                                                         float* grads) {
-        const int at = n * kWidth;
+    __attribute__((always_inline)) inline uint64_t weigh(Lanes<kMode>& lanes, const Part& part) {
+        const int at = part.vector * kWidth;
         const Floats gate = load(lanes.gate + at), limit = load(lanes.limit + at), offset = load(lanes.offset + at);
         const Floats scale = splat(problem_.scale), threshold = load(lanes.threshold + at);
         const Ints position = load(lanes.position + at), segment = load(lanes.segment + at);
         Floats largest = {};  // magnitude of a score
         Floats count = load(lanes.count + at);
-        Rule<kMode, kDrops, kStraight> rule(plan_, tile_, first, grads, lanes, at);
-        for (int64_t k = first; k < tile_.count; k++) {
-            float* place = weights + k * kLanes + at;
+        Rule<kMode, kDrops, kStraight> rule(plan_, tile_, part.begin, part.grads, lanes, at);
+        for (int64_t k = part.begin; k < part.end; k++) {
+            float* place = part.weights + k * kLanes + at;
             Floats score = load(place) * scale;
             Truth visible = kEverywhere, keep = greater(score, threshold);
             if (kMasked) {
