@@ -11,6 +11,7 @@ from tra.ops.threshold_relative.call import Gradients, Implementation, Inputs, O
 class OnDevice:
     def __init__(self, implementation: Implementation, device: torch.device) -> None:
         self.implementation, self.device = implementation, device
+        self.RESIDUAL = getattr(implementation, "RESIDUAL", ())
 
     def about(self) -> str:
         return self.implementation.about()

@@ -720,6 +720,7 @@ def test_tiles_walk_whole_blocks_of_the_rows_that_are_gathered() -> None:
 def test_an_implementation_on_another_device_gives_what_it_gives_here() -> None:
     inputs, grad = grouped(20, 8, 8), torch.randn(2, 4, 20, 8)
     moved = OnDevice(cpu, torch.device("cpu"))
+    assert OnDevice(triton, torch.device("cpu")).RESIDUAL is triton.RESIDUAL
     call = Inputs(*inputs, *[None] * 5)
     assert moved.refusal(call, OPTIONS) is None
     result = moved.forward(call, OPTIONS, True)
@@ -747,6 +748,7 @@ def test_gradient_of_the_gate_survives_rounding_at_large_distances(dtype: torch.
     assert relative_error(gradients(inputs, grad, **options)[4], exact[4]) < 1e-4
 
 
+@interpreted
 def test_every_launch_is_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current device: here that is 0, and the tensors are on 1."""
     from tra.ops.threshold_relative.triton import launch, tiles
@@ -870,6 +872,7 @@ class Listed:
         return lambda **_: self.names.append(self.name)
 
 
+@interpreted
 def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     from tra.ops.threshold_relative.triton import launch
 

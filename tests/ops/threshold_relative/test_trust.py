@@ -16,6 +16,7 @@ from tra.ops.threshold_relative import implementations, reference, triton
 from tra.ops.threshold_relative.triton.tiles import Tile
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="computes in Triton's interpreter")
 
 
 @pytest.fixture(autouse=True)
