@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.experiments.conftest import REPRODUCE
 from tests.experiments.small import content_of, files_below, flip_flop, grid_of, of_flip_flop, sets
 from tra.errors import RunError
-from tra.experiments import Experiment, Request, Row, Tuning
+from tra.experiments import Experiment, Outcome, Request, Row, Tuning
 from tra.experiments.cells import Cell, Place
+from tra.experiments.local_jobs import run_cell
 from tra.experiments.search import Search
 from tra.experiments.tuning import (
     Evidence,
@@ -192,48 +195,62 @@ def test_the_table_of_tuning_has_the_lowest_loss_of_each_row_bold() -> None:
     ]
 
 
-def test_tuned_settings_are_those_of_the_reported_runs_and_the_evidence_is_stored(
-    tmp_path: Path, run_here: list[list[Cell]]
-) -> None:
-    experiment = of_flip_flop(tuning=replace(RATES, rows=("tra",)), seeds=2)
-    outcome = experiment.perform(Request(tmp_path, "smoke", command="tra reproduce mine"))
-    assert [len(cells) for cells in run_here] == [2, 4]
-    content = content_of(tmp_path)
-    assert content["sessions"][0]["trained"] == 6
+ONE_TUNED = of_flip_flop(tuning=replace(RATES, rows=("tra",)), seeds=2)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """TRA tuned and RoPE not, run once for all tests, which leave the folder as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(REPRODUCE, "run_all", lambda cells, jobs: [run_cell(cell) for cell in cells])
+        return ONE_TUNED.perform(Request(tmp_path_factory.mktemp("tuned"), "smoke"))
+
+
+def test_the_evidence_is_stored_with_the_losses_of_the_runs_that_were_tried(tuned: Outcome) -> None:
+    content = content_of(tuned.folder)
+    assert content["sessions"][0]["trained"] == 2 + 4
     (name, evidence), *others = content["tuning"].items()
     assert (name, others) == ("flip_flop tra", [])
     assert (evidence["column"], evidence["seeds"]) == ("flip_flop", [1000])
     ((share, losses),) = (round.values() for round in evidence["rounds"])
     assert share == 1.0
-    tried = tmp_path / "tuning" / "flip_flop" / "tra"
     for rate in ("0.001", "0.02"):
-        stored = content_of(tried / f"learning_rate={rate}" / "1000")["results"]
-        (within,) = (row["loss"] for row in stored if row["length"] == 8)
+        tried = tuned.folder / "tuning" / "flip_flop" / "tra" / f"learning_rate={rate}" / "1000"
+        (within,) = (row["loss"] for row in content_of(tried)["results"] if row["length"] == 8)
         assert losses[f"learning_rate={rate}"] == pytest.approx(within)
-    lowest = min(losses, key=losses.__getitem__)
-    rate = evidence["chosen"]["learning_rate"]
-    assert lowest == f"learning_rate={rate:g}"
-    for seed in range(2):
-        assert load_run(tmp_path / "runs" / "flip_flop" / "tra" / str(seed)).recipe.learning_rate == rate
-        usual = load_run(tmp_path / "runs" / "flip_flop" / "rope" / str(seed)).recipe
-        assert usual == replace(flip_flop("rope"), seed=seed)
-    assert {(record.row, record.tuned) for record in outcome.records} == {("tra", True), ("rope", False)}
-    assert {row["attention"]: row["learning_rate"] for row in content["results"]}["tra"] == rate
-    assert "| rope† |" in outcome.shown
-    assert "| tra |" in outcome.shown
-    assert " †: not tuned. " in outcome.shown
-    assert outcome.shown.endswith(tuning_table({Place("flip_flop", "tra"): losses}).markdown())
-    assert not any(row["seed"] == 1000 for row in content["results"])
+    assert f"learning_rate={evidence['chosen']['learning_rate']:g}" == min(losses, key=losses.__getitem__)
 
-    before = files_below(tmp_path / "tuning") | files_below(tmp_path / "runs")
-    again = experiment.perform(Request(tmp_path, "smoke"))
-    assert len(run_here) == 2
-    assert again.shown == outcome.shown
-    assert json.loads(json.dumps(again.content)) == content
-    stored_only = experiment.perform(Request(tmp_path, "smoke", train=False))
-    assert len(run_here) == 2
-    assert stored_only.shown == outcome.shown
-    assert files_below(tmp_path / "tuning") | files_below(tmp_path / "runs") == before
+
+def test_tuned_settings_are_those_of_the_reported_runs_and_other_rows_keep_theirs(tuned: Outcome) -> None:
+    content = content_of(tuned.folder)
+    rate = content["tuning"]["flip_flop tra"]["chosen"]["learning_rate"]
+    for seed in range(2):
+        runs = tuned.folder / "runs" / "flip_flop"
+        assert load_run(runs / "tra" / str(seed)).recipe.learning_rate == rate
+        assert load_run(runs / "rope" / str(seed)).recipe == replace(flip_flop("rope"), seed=seed)
+    assert {row["attention"]: row["learning_rate"] for row in content["results"]}["tra"] == rate
+    assert {row["seed"] for row in content["results"]} == {0, 1}, "not that of tuning"
+
+
+def test_tables_mark_what_was_not_tuned_and_end_with_the_losses(tuned: Outcome) -> None:
+    assert {(record.row, record.tuned) for record in tuned.records} == {("tra", True), ("rope", False)}
+    assert "| rope† |" in tuned.shown
+    assert "| tra |" in tuned.shown
+    assert " †: not tuned. " in tuned.shown
+    (part,) = content_of(tuned.folder)["tuning"]["flip_flop tra"]["rounds"]
+    assert tuned.shown.endswith(tuning_table({Place("flip_flop", "tra"): part["losses"]}).markdown())
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_was_tuned_is_not_tuned_again(train: bool, tuned: Outcome, tmp_path: Path, run_here: Any) -> None:
+    folder = tmp_path / "tuned"
+    shutil.copytree(tuned.folder, folder)
+    before = files_below(folder / "tuning") | files_below(folder / "runs")
+    again = ONE_TUNED.perform(Request(folder, "smoke", train=train))
+    assert run_here == []
+    assert again.shown == tuned.shown
+    assert json.loads(json.dumps(again.content)) == content_of(tuned.folder)
+    assert files_below(folder / "tuning") | files_below(folder / "runs") == before
 
 
 def test_a_row_whose_tuning_fails_is_not_reported_and_stops_no_other(
