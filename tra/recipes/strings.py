@@ -80,8 +80,8 @@ SMALL = {
     "n_back": _Size({"alphabet": 32}, steps=1500, layers=2, width=128),
 }
 """Sizes at which, in trials on a seed that is not reported, several mechanisms learn the task within its length.
-Those with two layers have the small model of flip-flop, which leaves time for more mechanisms. Of mqmtar, sort, reverse,
-majority, word_problem and n_back the sizes are first choices, tried with one or two mechanisms for fewer steps."""
+Those with two layers have the small model of flip-flop, which leaves time for more mechanisms. Of mqmtar, sort,
+reverse, majority, word_problem and n_back the sizes are first choices, hardly tried."""
 
 
 def small(task: str, attention: str = "tra") -> Recipe:
