@@ -93,3 +93,13 @@ def test_readme_shows_the_two_commands() -> None:
     assert {"make demo", "make test"} <= {
         line.split("#")[0].strip() for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines()
     }
+
+
+def test_the_journeys_go_through_files_that_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    journeys = page[page.index("## Three journeys") : page.index("## To add a mechanism")]
+    drawn = "\n".join(line for line in journeys.splitlines() if line.startswith("    "))
+    named = set(re.findall(r"[\w/]+\.(?:py|cpp|h)\b", drawn)) - {"my_experiment.py"}
+    assert {"cli/train.py", "op.cpp", "grid.py"} <= named
+    for name in named:
+        assert list((ROOT / "tra").rglob(name)), name
