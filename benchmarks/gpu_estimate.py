@@ -237,6 +237,40 @@ def step(gpu: Gpu, model: Model, dense: float, forward: float, backward: float, 
     return Step(linear, 7 * per_key * dense, (fast, slow))
 
 
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+LAUNCH = 4e-6
+"""Seconds that a small kernel and its launch take, an assumption."""
+LAUNCHED_AT = (*LENGTHS, 2**20)
+HEADS = 16
+
+
+class Launches(NamedTuple):
+    """Of one layer over one sequence."""
+
+    forward: int
+    backward: int
+    scratch: int
+    """Bytes of counts and lists in backward."""
+
+    @property
+    def seconds(self) -> float:
+        return (self.forward + self.backward) * LAUNCH
+
+
+def launches(length: int, gpu: Gpu, heads: int = HEADS, head_width: int = 64) -> Launches:
+    """As launch.py plans them, which needs Triton. A round takes five: compare, prefix sum, fill, place, walk."""
+    from tra.ops.threshold_relative.triton import launch
+
+    laps = len(rounds(length)) if length >= PACKED_FROM else 1
+    together = max(1, min(heads, launch.SCRATCH // (4 * length * (head_width + 4)))) if laps > 1 else heads
+    forward = 4 + math.ceil(heads / together) * (2 + 5 * (laps - 1))
+    # Rows of each round are put into tiles of their own.
+    places = math.ceil(length / launch.MOST_ROWS + laps - 1) * launch.MOST_ROWS
+    plan = launch.plan_backward(heads, places, length, gpu.block, learns=False)
+    return Launches(forward, 4 + (4 if laps > 1 else 0) + plan.launches, plan.scratch(False, 32))
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +296,15 @@ def tables() -> Iterator[str]:
             overlap, none = tile_ratio(gpu, head_width)
             ratio = f"**{overlap:.2f}** if all overlap, **{none:.2f}** if none"
             yield f"| {gpu.name} | {head_width} | **ratio** | 1 | {ratio} |"
+    yield ""
+    yield f"Launches of a layer of {HEADS} heads over one sequence, and their time at 4 microseconds each (arithmetic):"
+    yield ""
+    yield "| tokens | forward | backward | counts and lists | time |"
+    yield "|---:|---:|---:|---:|---:|"
+    for length in LAUNCHED_AT:
+        found = launches(length, A100)
+        mebibytes = f"{found.scratch / 2**20:,.0f} MiB"
+        yield f"| {length:,} | {found.forward} | {found.backward:,} | {mebibytes} | {1e3 * found.seconds:.1f} ms |"
     yield ""
     yield "A training step against RoPE on FlashAttention, one GPU, bfloat16 (estimated):"
     yield ""

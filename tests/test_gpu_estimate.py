@@ -72,3 +72,13 @@ def test_rates_are_those_of_the_white_papers() -> None:
     assert estimate["A100"].peak == pytest.approx(312e12, rel=0.01)
     assert estimate["H100"].peak == pytest.approx(989e12, rel=0.01)
     assert [model.parameters / 1e6 for model in estimate["MODELS"]] == pytest.approx([16, 124, 909], rel=0.02)
+
+
+def test_launches_of_a_million_tokens_are_those_of_the_plan() -> None:
+    launch = pytest.importorskip("tra.ops.threshold_relative.triton.launch")
+    found = estimate["launches"](2**20, estimate["A100"])
+    plan = launch.plan_backward(16, 2**20 + 7 * 128, 2**20, 16, learns=False)
+    assert found.backward == plan.launches + 8
+    assert found.backward < 1_500
+    assert found.seconds < 0.01
+    assert estimate["launches"](1_024, estimate["A100"]).forward == 6  # test_triton.py lists them

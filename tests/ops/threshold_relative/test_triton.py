@@ -476,13 +476,14 @@ def test_backward_over_a_million_tokens_takes_few_launches_and_passes() -> None:
     """By arithmetic: docs/gpu.md names these numbers."""
     from tra.ops.threshold_relative.triton import launch
 
-    plan = launch.plan_backward(units=16, places=2**20, keys=2**20, block=16, learns=False)
-    assert plan.launches == 1280
+    places = 2**20 + 7 * launch.MOST_ROWS  # rows of each of eight rounds begin a tile
+    plan = launch.plan_backward(units=16, places=places, keys=2**20, block=16, learns=False)
+    assert plan.launches == 1360
     assert plan.scratch(learns=False, rows_of_a_tile=32) < 300 * 2**20
     programs = plan.pieces * plan.together * (plan.stretches + plan.rows // 64)
     assert programs < 2**20  # of both kernels, most of which find nothing and return
-    longer = launch.plan_backward(units=16, places=2**20, keys=2**20, block=16, learns=True)
-    assert longer.launches == 2 * plan.launches
+    longer = launch.plan_backward(units=16, places=places, keys=2**20, block=16, learns=True)
+    assert longer.launches <= 2 * plan.launches
 
 
 @pytest.mark.parametrize("tolerance", [1e-1, 1e-3])
