@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.ops.straight_through_oracle import straight_through_attention
+from tra.bench.memory import added_megabytes, in_fresh_process, measurable
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
 from tra.ops.threshold_relative.dropout import dropout_factor
@@ -428,3 +429,16 @@ def test_rows_stop_where_keys_that_are_left_out_no_longer_matter(variant: str) -
     for tolerance, read in ((1e-3, reach), (1e-16, 500)):
         grad_key = gradients(given, tolerance=tolerance)[2].abs().amax(-1)[0, 0]
         assert (grad_key != 0).tolist() == [key >= 500 - read for key in range(500)]
+
+
+def _added_by_gradients(length: int) -> float:
+    gradients(case(queries=50, keys=50))  # loads the kernel
+    given = case(batch=1, heads=4, kv_heads=4, queries=length, keys=length, width=61, gate=2.0)
+    given.inputs[4].zero_()
+    return added_megabytes(lambda: gradients(given))
+
+
+@pytest.mark.skipif(not measurable(), reason="peak memory is read from Linux's /proc")
+def test_memory_is_linear_in_the_length() -> None:
+    # Copies of the inputs, output and gradients are 115 MB; one matrix of one head would be 1,074 MB.
+    assert 80 < in_fresh_process(_added_by_gradients, 16_384) < 200
