@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from tra.experiments.learned import SETTINGS, Settings
 from tra.experiments.rows import choice_label
+from tra.experiments.table1 import AIDED
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -31,6 +33,21 @@ def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: 
             assert row["learning_rate"] == chosen["learning_rate"]
             norm = row["options"].get("qk_norm", True)
             assert norm == chosen.get("model.attention_options.qk_norm", "qk_norm=True" in row["attention"])
+
+
+@pytest.mark.parametrize("column, settings", SETTINGS.items())
+def test_learned_thresholds_have_the_settings_tuned_for_a_threshold_of_0(column: str, settings: Settings) -> None:
+    name = {"wikitext103": "figure2", "passkey": "passkey"}.get(column, "table1")
+    evidence = json.loads((RESULTS / name / "results.json").read_text())["tuning"][f"{column} {AIDED.label}"]
+    assert evidence["chosen"] == {
+        "learning_rate": settings.learning_rate,
+        "model.attention_options.qk_norm": settings.qk_norm,
+    }
+    stored = json.loads((RESULTS / "learned" / "results.json").read_text())["results"]
+    for entry in stored:
+        if entry["column"] == column:
+            assert entry["learning_rate"] == settings.learning_rate
+            assert entry["options"]["qk_norm"] == settings.qk_norm
 
 
 SHOWN = {
@@ -74,6 +91,7 @@ def means_at(entries: list[dict[str, Any]], length: int) -> dict[str, float]:
         ("### Parity", "table1", "parity\n"),
         ("### A key in noise", "passkey", "passkey\n"),
         ("## Reading past the window", "figure2", "Perplexity per token"),
+        ("### Thresholds that heads learn", "learned", "Perplexity per token"),
     ],
 )
 def test_the_page_of_results_shows_the_tables_that_were_made(section: str, name: str, title: str) -> None:

@@ -23,7 +23,7 @@ class Reproduce(Common):
     """
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
-    """table1, figure1, figure2, figure3, norms, aids, longer, steps, passkey, demo, or the path of a file that
+    """table1, figure1, figure2, figure3, norms, aids, learned, longer, steps, passkey, demo, or the path of a file that
     defines an Experiment called experiment."""
     request: Annotated[Request, tyro.conf.arg(name="")]
     dry_run: bool = False
