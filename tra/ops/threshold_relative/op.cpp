@@ -55,7 +55,7 @@ Tensor new_like(const Tensor& tensor, ScalarType type) {
 Tensor as_type(const Tensor& tensor, ScalarType type) {
     return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
 }
-Maybe as_float(const Maybe& tensor) { return tensor ? Maybe(as_type(*tensor, ScalarType::Float)) : tensor; }
+Maybe as_type(const Maybe& tensor, ScalarType type) { return tensor ? Maybe(as_type(*tensor, type)) : tensor; }
 
 TraTensor view(const Tensor& tensor) {
     TraTensor result = {tensor.data_ptr(), {}};
@@ -75,7 +75,8 @@ struct Call {
          const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
          double scale, double threshold_of_all, double straight_through, double dropout, double tolerance,
          std::optional<double> score_bound)
-        : gate(as_type(log_gate, ScalarType::Float)), threshold(as_float(row_threshold)), bound(as_float(row_bound)) {
+        : gate(as_type(log_gate, ScalarType::Float)), threshold(as_type(row_threshold, ScalarType::Float)),
+          bound(as_type(row_bound, ScalarType::Double)) {
         TraProblem& p = problem;
         p.query = view(query);
         p.key = view(key);

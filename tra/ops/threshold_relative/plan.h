@@ -181,7 +181,8 @@ struct Plan {
         Scores found = scores;
         if (p.row_threshold.data) found.threshold = number(p.row_threshold, batch, head, query);
         if (p.row_bound.data) {
-            const double bound = number(p.row_bound, batch, head, query);
+            const double bound =
+                static_cast<const double*>(p.row_bound.data)[place(p.row_bound, batch, head, query)];
             found.bound = std::isfinite(bound) ? bound * kBoundSlack : kInfinity;
         }
         return found;

@@ -29,7 +29,8 @@ struct TraProblem {
     TraTensor grad_query, grad_key, grad_value;  // those that are absent are not computed
     TraTensor log_gate, grad_log_gate;           // [batch, query_heads, query_length], always fp32
     TraTensor row_threshold, grad_threshold;     // the same; absent: `threshold` holds for every row, and no gradient
-    TraTensor row_bound;                         // the same; absent: `score_bound` does
+    TraTensor row_bound;                         // the same, but double, so that no bit of a stop depends on who says
+                                                 // the bound; absent: `score_bound` does
     TraTensor residual;                          // like output, always bf16: what rounding took from it
     TraRowState* row_state;                      // [batch, query_heads, query_length]
     const uint8_t* key_mask;                     // null, or nonzero where a key may be attended
