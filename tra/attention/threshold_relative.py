@@ -172,7 +172,7 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
 
 
 class LearnedThresholdAttention(ThresholdRelativeAttention):
-    """TRA as it is recommended for training: each head learns its threshold, through straight-through gradients.
+    """TRA as it is recommended for text: each head learns its threshold, through straight-through gradients.
 
     The same arguments as :class:`ThresholdRelativeAttention` takes, with other defaults.
     """
