@@ -1,6 +1,7 @@
 """Whether the kernels may be believed on this device: each proves itself on a small fixed problem before its first use.
 
-A kernel's error against the reference in double precision may be at most twice that of plain PyTorch in the same dtype.
+A kernel's error against the reference in double precision may be at most twice that of plain PyTorch in the same dtype,
+in the root mean square; that of a single number, which is chance, at most four times its largest.
 Queries and keys are small integers, so that every score is exact and nobody can disagree on which keys are kept.
 """
 
@@ -84,14 +85,17 @@ def judge(kind: str, dtype: torch.dtype, compute: Compute) -> Verdict:
             ours = compute(inputs, options, grad, kind in ("backward", "straight_through"))
         except Exception as raised:  # whatever it is, the kernel cannot be used
             return Verdict(kind, name, nowhere, nowhere, f"{type(raised).__name__}: {raised}", ran=False)
+    # Kernels round a weight before its row is summed, plain PyTorch after: one rounding more that does not cancel.
+    floor = FLOOR + torch.finfo(dtype).eps / 4
     worst, allowed_error, failure = 0.0, 0.0, None
     for what, found in ours.items():
-        size = exact[what].abs().max().item()
-        error, plain_error = (_distance(x, exact[what]) / size for x in (found, plain[what]))
-        if not error <= 2.0 * plain_error + FLOOR and failure is None:
-            failure = f"{what} is off by {error:.1e}, plain PyTorch by {plain_error:.1e}"
-        if not error <= worst:
-            worst, allowed_error = error, plain_error
+        mean, largest = _distance(found, exact[what])
+        plain_mean, plain_largest = _distance(plain[what], exact[what])
+        right = mean <= 2.0 * plain_mean + floor and largest <= 4.0 * plain_largest + floor
+        if not right and failure is None:
+            failure = f"{what} is off by {largest:.1e}, plain PyTorch by {plain_largest:.1e}"
+        if not largest <= worst:
+            worst, allowed_error = largest, plain_largest
     return Verdict(kind, name, worst, allowed_error, failure)
 
 
@@ -163,9 +167,10 @@ def _in_double(inputs: Inputs) -> Inputs:
     return inputs._replace(**{name: getattr(inputs, name).double() for name in ("query", "key", "value", "log_gate")})
 
 
-def _distance(ours: Tensor, exact: Tensor) -> float:
-    """NaN if something is NaN that should not be: it is at most nothing."""
-    return (ours.double() - exact).abs().max().item()
+def _distance(ours: Tensor, exact: Tensor) -> tuple[float, float]:
+    """The root mean square of all errors and the largest, relative to the largest number; NaN if something is NaN."""
+    difference = (ours.double() - exact) / exact.abs().max()
+    return difference.square().mean().sqrt().item(), difference.abs().max().item()
 
 
 def _place(device: torch.device) -> Path:
