@@ -43,6 +43,7 @@ def _without_the_work(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setitem(RECIPES, "flip-flop-small", tiny)
         patch.setattr("tra.runs.train", lambda *_, **__: None)
         patch.setattr("tra.bench.run_benchmarks", lambda *_: {})
+        patch.setattr("tra.bench.cost.run_cost_benchmark", lambda *_: {})
         for work in ("perform", "plan"):
             patch.setattr(f"tra.experiments.Experiment.{work}", _performed)
         patch.chdir(tmp_path_factory.mktemp("lines"))
