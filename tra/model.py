@@ -79,6 +79,10 @@ class DecoderConfig:
             )
         known = {name: option for mechanism in mechanisms for name, option in options_of(mechanism).items()}
         options = checked_options(known, self.attention_options, "attention_options", self.attention)
+        for mechanism in mechanisms:  # an option must suit each of those that have it
+            own = options_of(mechanism)
+            given = {name: value for name, value in options.items() if name in own}
+            checked_options(own, given, "attention_options", self.attention)
         object.__setattr__(self, "attention_options", options)
         with fork_rng(devices=[]), torch.device("meta"), _Unfilled():
             for layer in range(len(mechanisms)):
@@ -302,6 +306,7 @@ class Decoder(nn.Module):
         context = context._replace(weights=weights)
         x = self.dropout(embedded)
         again = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
+        again = again and cache is None and weights is None  # which a second pass would fill again
         for block, layer_cache in zip(islice(self.blocks, layers), caches, strict=True):
             if streams is not None:
                 streams.append(x)

@@ -188,6 +188,7 @@ class LearnedThresholdAttention(ThresholdRelativeAttention):
         straight_through: float = 0.5,
         **shared: Any,
     ) -> None:
+        lookup(dict.fromkeys(get_args(LearnedThreshold)), threshold, "threshold")
         super().__init__(
             width,
             heads,

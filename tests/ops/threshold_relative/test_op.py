@@ -20,7 +20,7 @@ from tests.ops.inputs import random_inputs
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
-from tra.ops.threshold_relative.op import operators
+from tra.ops.threshold_relative.op import operators, python_operators
 
 
 def with_gradients(inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -145,9 +145,7 @@ def test_a_positive_gate_is_an_error_wherever_there_is_data(compiled: bool) -> N
     query, key, value, log_gate = random_inputs(dtype=torch.float32)
     log_gate[1, 2, 3] = 0.25
     function = torch.compile(threshold_relative_attention, fullgraph=True) if compiled else threshold_relative_attention
-    # Within a graph the kernel's own error is seen, and PyTorch's ABI for operators knows RuntimeErrors alone.
-    kind = RuntimeError if compiled else ValueError
-    with pytest.raises(kind, match=r"log_gate must never be positive, got a maximum of 0\.25"):
+    with pytest.raises(ValueError, match=r"log_gate must never be positive, got a maximum of 0\.25"):
         function(query, key, value, log_gate)
 
 
@@ -347,10 +345,6 @@ def test_autocast_is_seen_without_gradients_too() -> None:
 
 @torch.no_grad()
 def test_graphs_hold_the_operator() -> None:
-    class Attend(nn.Module):
-        def forward(self, *inputs: Tensor) -> Tensor:
-            return threshold_relative_attention(*inputs)
-
     inputs = random_inputs(dtype=torch.float32)
     expected = threshold_relative_attention(*inputs)
     graphs: list[torch.fx.GraphModule] = []
@@ -363,7 +357,8 @@ def test_graphs_hold_the_operator() -> None:
     graphs += [torch.export.export(Attend(), inputs, strict=strict).module() for strict in (False, True)]
     graphs.append(make_fx(Attend())(*inputs))
     for graph in graphs:
-        assert operators("cpu").forward in {node.target for node in graph.graph.nodes}
+        held = {python_operators("cpu").forward, operators("cpu").forward}  # make_fx runs eager code
+        assert held & {node.target for node in graph.graph.nodes}
         (out,) = pytree.tree_leaves(graph(*inputs))
         assert torch.equal(out, expected)
 
@@ -374,6 +369,34 @@ def test_dual_numbers_are_refused_without_gradients_too() -> None:
     query, *others = random_inputs(dtype=torch.float32)
     with dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         threshold_relative_attention(make_dual(query, torch.ones_like(query)), *others)
+
+
+class Attend(nn.Module):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return threshold_relative_attention(*inputs)
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
+def test_the_kernel_refuses_dtypes_that_it_cannot_read(other: torch.dtype) -> None:
+    query, key, value, log_gate = random_inputs(dtype=torch.float32)
+    call = (key, value.to(other), log_gate, *[None] * 5, 1.0, 0.0, 0.0, 0.0, 0.0, None, False)
+    with pytest.raises(RuntimeError, match="query, key and value must have one dtype"):
+        cpu.operators().forward(query, *call)
+
+
+def test_graphs_name_no_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random_inputs(dtype=torch.float32)
+    graph = torch.export.export(Attend(), inputs).module()
+    names = {str(node.target) for node in graph.graph.nodes}
+    assert not [name for name in names if any(variant in name for variant in cpu.VARIANTS)]
+    monkeypatch.setattr(cpu, "unusable", "is not built")  # on another machine
+    assert_close(graph(*inputs), threshold_relative_attention(*inputs, impl="reference"), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 1e-30, float("nan"), float("inf")])
+def test_a_temperature_that_gradients_cannot_be_divided_by_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="straight_through must be 0 or a temperature of at least 1e-06"):
+        threshold_relative_attention(*random_inputs(), straight_through=temperature)
 
 
 @torch.no_grad()

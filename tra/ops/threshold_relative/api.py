@@ -15,6 +15,8 @@ ROUNDING = torch.finfo(torch.float32).eps
 LARGEST = torch.finfo(torch.float32).max
 """Half precision is computed in float32."""
 
+COLDEST = 1e-6
+"""The least temperature: gradients are divided by it."""
 WITH_AUTOCAST = [name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name)]
 """A constant, because Dynamo of torch 2.10 does not trace the question."""
 
@@ -118,7 +120,8 @@ def _per_row(name: str, given: float | Tensor | None, query: Tensor) -> tuple[Te
         size not in (1, whole) for size, whole in zip(reversed(given.shape), reversed(rows), strict=False)
     ):
         raise ValueError(f"{name} must broadcast to [B, Hq, Lq] = {list(rows)}, got shape {_shape(given)}")
-    return given.expand(rows), None
+    # A bound is read in double precision: converted before it is expanded, it is one number.
+    return (given.double() if name == "score_bound" else given).expand(rows), None
 
 
 def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,8 +221,8 @@ def _check_options(
         raise ValueError(f"scale must be a positive number, got {scale!r}")
     if threshold is not None and not -math.inf < threshold < math.inf:
         raise ValueError(f"threshold must be a finite number, got {threshold!r}")
-    if not 0.0 <= straight_through < math.inf:
-        raise ValueError(f"straight_through must be a temperature of at least 0, got {straight_through!r}")
+    if not (straight_through == 0.0 or COLDEST <= straight_through < math.inf):
+        raise ValueError(f"straight_through must be 0 or a temperature of at least {COLDEST}, got {straight_through!r}")
     if dtype != torch.float64:
         held = (("scale", scale), ("threshold", threshold or 0.0), ("straight_through", straight_through))
         for name, number in held:

@@ -95,7 +95,4 @@ TraStatus guarded(TraStatus (*function)(const TraProblem&), const TraProblem& pr
 extern "C" int TRA_ENTRY(forward)(const TraProblem* problem) { return guarded(forward, *problem); }
 extern "C" int TRA_ENTRY(backward)(const TraProblem* problem) { return guarded(backward, *problem); }
 
-// What the caller must agree on before it calls: the struct's layout and the widest head.
-extern "C" int TRA_ENTRY(problem_size)() { return int(sizeof(TraProblem)); }
-extern "C" int TRA_ENTRY(widest)() { return int(kWidest); }
 

@@ -76,7 +76,10 @@ def operators() -> Operators:
 
 
 def forward(inputs: Inputs, options: Options, training: bool) -> Result:
-    out, row_state, residual = operators().forward(*inputs, *options, training)
+    try:
+        out, row_state, residual = operators().forward(*inputs, *options, training)
+    except RuntimeError as error:
+        raise as_python_error(error) from None
     return Result(out, row_state, residual if residual.dim() == 4 else None)
 
 

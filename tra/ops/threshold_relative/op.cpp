@@ -1,15 +1,17 @@
 // The kernel as an operator of PyTorch, on its stable ABI: one library for every torch from 2.10 on.
 //
-// Built once per variant of the kernel, whose name is part of the operator's. op.py defines the schemas and everything
-// that is not a number on a CPU: fake kernels, gradients, what is refused.
+// Built once per variant of the kernel, whose name is part of the operator's. registration.py defines the schemas and
+// everything that is not a number on a CPU: fake kernels, gradients, what is refused.
 #include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdio>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -40,9 +42,14 @@ Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType type) {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t n = sizes.size() - 1; n > 0; n--) strides[n - 1] = strides[n] * std::max<int64_t>(sizes.begin()[n], 1);
     AtenTensorHandle handle;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        int64_t(sizes.size()), sizes.begin(), strides.data(),
-        torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)), aoti_torch_device_type_cpu(), 0, &handle));
+    if (aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides.data(),
+                                 torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                 aoti_torch_device_type_cpu(), 0, &handle)) {
+        int64_t count = 1;
+        for (int64_t size : sizes) count *= size;
+        throw std::runtime_error("threshold_relative_attention: the CPU ran out of memory for a result of " +
+                                 std::to_string(count) + " numbers");
+    }
     return Tensor(handle);
 }
 Tensor absent() { return new_tensor({0}, ScalarType::Float); }
@@ -77,6 +84,11 @@ struct Call {
          std::optional<double> score_bound)
         : gate(as_type(log_gate, ScalarType::Float)), threshold(as_type(row_threshold, ScalarType::Float)),
           bound(as_type(row_bound, ScalarType::Double)) {
+        // api.py has checked all this, but graphs that were traced or stored do not pass there.
+        const ScalarType type = query.scalar_type();
+        const bool known = type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+        if (!known || key.scalar_type() != type || value.scalar_type() != type)
+            throw std::runtime_error("query, key and value must have one dtype of float32, bfloat16 and float16");
         TraProblem& p = problem;
         p.query = view(query);
         p.key = view(key);
@@ -104,7 +116,6 @@ struct Call {
         p.scale = float(scale);
         p.threshold = float(threshold_of_all);
         p.straight_through = float(straight_through);
-        const ScalarType type = query.scalar_type();
         p.type = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
         p.threads = int32_t(torch::stable::get_num_threads());
         p.parallel = forked ? nullptr : run_together;
@@ -188,6 +199,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     double dropout, double tolerance, std::optional<double> score_bound) {
     Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
               threshold, straight_through, dropout, tolerance, score_bound);
+    if (grad_out.scalar_type() != query.scalar_type())
+        throw std::runtime_error("grad_out must have the dtype of query");
     TraProblem& p = call.problem;
     p.output = view(out);
     p.grad_output = view(grad_out);

@@ -37,8 +37,10 @@ def attend(inputs: Inputs, options: Options, impl: str) -> Tensor:
         if is_in_onnx_export():  # no other library has this operator
             return reference.equations(inputs, options)
         _refuse_tangents(inputs)
-        # Within torch.func's transforms Dynamo does not say which tensors want gradients.
-        return operators(impl).forward(*inputs, *options, torch.is_grad_enabled())[0]
+        # Within torch.func's transforms Dynamo does not say which tensors want gradients. A trace is checked by another
+        # one, without gradients, that must be the same.
+        training = torch.jit.is_tracing() or torch.is_grad_enabled()
+        return python_operators(impl).forward(*inputs, *options, training)[0]
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None):
         return _Attention.apply(impl, *inputs, *options, True)[0]
     if not torch.is_inference_mode_enabled():  # which has no tangents
@@ -54,8 +56,12 @@ def _refuse_tangents(inputs: Inputs) -> None:
 
 def operators(impl: str) -> Operators:
     """The operators of an implementation: those of the native kernel, or the ones that call its Python functions."""
-    if impl == "cpu":
-        return cpu.operators()
+    return cpu.operators() if impl == "cpu" else python_operators(impl)
+
+
+def python_operators(impl: str) -> Operators:
+    """Operators whose names do not depend on the machine, as graphs hold them: a graph may be stored and run on a
+    processor with other instructions, or where the kernel is not built."""
     if impl not in _operators:
         _operators[impl] = _register(impl)
     return _operators[impl]
@@ -99,7 +105,10 @@ class _Backward(Function):
 
     @staticmethod
     def forward(impl: str, *arguments: Any) -> tuple[Tensor, ...]:
-        return operators(impl).backward(*arguments)
+        try:
+            return operators(impl).backward(*arguments)
+        except RuntimeError as error:
+            raise cpu.as_python_error(error) from None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -115,7 +124,10 @@ class _Backward(Function):
 
 
 def _register(impl: str) -> Operators:
-    """Operators that call the implementation of that name."""
+    """Operators that call the implementation of that name, or the reference where the kernel is not built."""
+
+    def implementation() -> Any:
+        return reference if impl == "cpu" and cpu.unusable is not None else IMPLEMENTATIONS[impl]
 
     def absent(like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return like.new_empty(0, dtype=dtype)
@@ -129,7 +141,7 @@ def _register(impl: str) -> Operators:
             raise ValueError(f"log_gate must never be positive, got a maximum of {largest:g}")
         # Autocast would otherwise lower the products inside the implementation.
         with torch.autocast(inputs.query.device.type, enabled=False):
-            out, row_state, residual = IMPLEMENTATIONS[impl].forward(inputs, options, training)
+            out, row_state, residual = implementation().forward(inputs, options, training)
         residual = absent(out, torch.bfloat16) if residual is None else residual
         return out.contiguous(), row_state, residual  # contiguous, as the fake kernel promises
 
@@ -137,10 +149,9 @@ def _register(impl: str) -> Operators:
         out, row_state, residual, *wants = others[:6]
         inputs, options, _ = unflatten(others[6:])
         result = Result(out, row_state, residual if residual.dim() == 4 else None)
-        implementation: Any = IMPLEMENTATIONS[impl]
-        compute = implementation.backward
+        compute = implementation().backward
         if not (wants[1] or wants[2]):
-            compute = getattr(implementation, "backward_of_rows", compute)
+            compute = getattr(implementation(), "backward_of_rows", compute)
         with torch.autocast(grad_out.device.type, enabled=False):
             found = compute(grad_out, inputs, result, options)
         return tuple(
@@ -148,10 +159,10 @@ def _register(impl: str) -> Operators:
             for gradient, wanted in zip(found, (*wants, True, True), strict=True)
         )
 
-    ops = define(impl, lambda: getattr(IMPLEMENTATIONS[impl], "RESIDUAL", ()))
+    ops = define(impl, lambda: getattr(implementation(), "RESIDUAL", ()))
     LIBRARY.impl(f"threshold_relative_attention_{impl}", forward, "CompositeExplicitAutograd")
     LIBRARY.impl(f"threshold_relative_attention_{impl}_backward", backward, "CompositeExplicitAutograd")
     return ops
 
 
-_operators = {impl: _register(impl) for impl in IMPLEMENTATIONS if impl != "cpu"}
+_operators = {impl: _register(impl) for impl in IMPLEMENTATIONS}
