@@ -24,10 +24,10 @@ def choose(impl: str, inputs: Inputs, options: Options) -> str:
             raise ValueError(f"impl {impl!r} {reason}")
         return impl
     for name, implementation in IMPLEMENTATIONS.items():
+        if hasattr(implementation, "only_by_name") and implementation.only_by_name(inputs):
+            continue
         reason = implementation.refusal(inputs, options)
         if reason is None:
-            if hasattr(implementation, "only_by_name") and implementation.only_by_name(inputs):
-                continue
             return name
         if hasattr(implementation, "passed_over") and not torch.compiler.is_compiling():
             advice = implementation.passed_over(reason)
