@@ -395,7 +395,7 @@ def test_graphs_name_no_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("temperature", [-1.0, 1e-30, float("nan"), float("inf")])
 def test_a_temperature_that_gradients_cannot_be_divided_by_is_refused(temperature: float) -> None:
-    with pytest.raises(ValueError, match="straight_through must be 0 or a temperature of at least 1e-06"):
+    with pytest.raises(ValueError, match="straight_through must be 0 or a temperature of at least 1e-15"):
         threshold_relative_attention(*random_inputs(), straight_through=temperature)
 
 

@@ -15,7 +15,7 @@ ROUNDING = torch.finfo(torch.float32).eps
 LARGEST = torch.finfo(torch.float32).max
 """Half precision is computed in float32."""
 
-COLDEST = 1e-6
+COLDEST = 1e-15
 """The least temperature: gradients are divided by it."""
 WITH_AUTOCAST = [name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name)]
 """A constant, because Dynamo of torch 2.10 does not trace the question."""
