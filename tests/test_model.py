@@ -506,3 +506,8 @@ def test_the_loss_of_a_long_text_never_has_its_logits_together(monkeypatch: pyte
 def test_targets_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"targets must have the shape \[2, 5\] of tokens, got \[2, 4\]"):
         small()(torch.zeros(2, 5, dtype=torch.int64), targets=torch.zeros(2, 4, dtype=torch.int64))
+
+
+def test_a_negative_number_of_logits_is_refused() -> None:
+    with pytest.raises(ValueError, match="logits_to_keep must be at least 0, got -1"):
+        small()(torch.zeros(2, 5, dtype=torch.int64), logits_to_keep=-1)

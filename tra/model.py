@@ -232,6 +232,8 @@ class Decoder(nn.Module):
         With ``targets [B, L]``, the tokens after each or -100, their cross-entropy summed over those that are not -100:
         for a long text the logits are never in memory together.
         """
+        if logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be at least 0, got {logits_to_keep}")
         hidden = self.hidden(tokens, cache=cache, key_mask=key_mask, segment_ids=segment_ids)
         if targets is not None:
             return self._summed_loss(hidden, targets)

@@ -254,23 +254,6 @@ def texts() -> st.SearchStrategy[bytes]:
     return st.builds(lambda parts, end: "".join(x * n for x, n in parts).encode() + end, runs, wrong)
 
 
-def normalisers(depth: int = 3) -> st.SearchStrategy[Any]:
-    """Steps of a tokenizer.json, nested, of which some make very much of a character."""
-    text = st.sampled_from(["", "a", "aa", "ab", "b" * 20, "a" * 300, "c" * 10**5])
-    pattern = st.builds(
-        lambda kind, text: {kind: text}, st.sampled_from(["String", "Regex"]), st.sampled_from(["", "a", "b*"])
-    )
-    steps = st.one_of(
-        st.builds(lambda pattern, content: {"type": "Replace", "pattern": pattern, "content": content}, pattern, text),
-        st.builds(lambda text: {"type": "Prepend", "prepend": text}, text),
-        st.sampled_from([{"type": name} for name in ("NFC", "NFKD", "Lowercase", "ByteLevel", "Nmt", "StripAccents")]),
-    )
-    if depth == 0:
-        return steps
-    inner = st.lists(normalisers(depth - 1), max_size=5)
-    return st.one_of(steps, st.builds(lambda steps: {"type": "Sequence", "normalizers": steps}, inner))
-
-
 def command_lines(kind: type, first: list[str]) -> st.SearchStrategy[list[str]]:
     """Arguments over the options that a command really has, with good and bad values."""
     known = sorted({*option_names(kind), *(f"--{entry.name}" for entry in fields(kind)), "--nonsense", "-h"})

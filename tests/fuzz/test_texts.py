@@ -1,21 +1,15 @@
 """Odd texts and hostile tokenizers: every text comes back from its tokens, or what is wrong with it is said."""
 
-import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 
 from tests.fuzz.calling import limited
-from tests.fuzz.strategies import TRIED, attack, normalisers, texts
+from tests.fuzz.strategies import TRIED, attack, texts
 from tra.errors import RunError
 from tra.text import Source, load_tokenizer, prepare
-from tra.text.growth import MOST_DECLARED, MOST_MEASURED, SLICE
-from tra.text.tokenizer import encoded
 
 
 @attack(60)
@@ -43,23 +37,3 @@ def test_any_text_comes_back_from_its_tokens(
     assert whole.startswith(text)
     assert text == whole or name == "a.txt"  # of which the end is to be measured on
     assert (tokens.words, tokens.bytes) == (len(text.split()), len(text.encode()))
-
-
-@attack(80)
-@given(normalisers(), st.text("ab \u00e9", max_size=50), st.integers(1, 400))
-def test_no_normaliser_makes_more_of_a_text_than_is_allowed(
-    tmp_path_factory: Any, step: Any, text: str, n: int
-) -> None:
-    TRIED["hostile tokenizers"] += 1
-    folder: Path = tmp_path_factory.getbasetemp() / "tokenizer"
-    folder.mkdir(exist_ok=True)
-    plain = json.loads(Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).to_str())
-    (folder / "tokenizer.json").write_text(json.dumps({**plain, "normalizer": step}))
-    try:
-        with limited(60):
-            tokenizer = load_tokenizer(str(folder), None, folder)
-            ids = encoded(tokenizer, text * n)
-    except ValueError as error:
-        assert "tokenizer must" in str(error)
-        return
-    assert len(ids) <= MOST_MEASURED * max(len(text) * n, SLICE) + MOST_DECLARED
