@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tra.bench import cases
-from tra.bench.cases import Case, Row
+from tra.bench.cases import Case, Comparison
 from tra.hub.bench import generation_cases
 from tra.model import DecoderConfig
 
@@ -80,7 +80,7 @@ def test_generation_is_compared_with_transformers_on_the_same_tokens() -> None:
 
 
 def test_a_row_says_what_was_measured_and_what_is_wanted() -> None:
-    row = Row("forward, every key", "8x4x512", "SDPA", 1.5, 2.0, goal=1.0)
+    row = Comparison("forward, every key", "8x4x512", "SDPA", 1.5, 2.0, goal=1.0)
     assert row.ratio == 0.75
     said = " ".join(str(row).split())
     assert said == "forward, every key 8x4x512 1.500 ms SDPA 2.000 ms 0.75x (goal 1)"

@@ -35,7 +35,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One comparison. A ratio below 1 means that TRA is faster."""
 
     what: str

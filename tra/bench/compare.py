@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tra.bench.cases import Case, Row
+from tra.bench.cases import Case, Comparison
 from tra.bench.timing import interleaved
 from tra.errors import RunError
 from tra.ops import threshold_relative_attention
@@ -27,13 +27,13 @@ def check_kernel(impl: str = "auto", device: str = "cpu") -> None:
             raise RunError("no figures: the kernel's results differ from the reference's")
 
 
-def measured_rows(chosen: Iterable[Case], seconds: float) -> list[Row]:
+def measured_rows(chosen: Iterable[Case], seconds: float) -> list[Comparison]:
     """A row for everything that a case is compared with."""
     rows = []
     for case in chosen:
         for place, (against, prepare) in enumerate(case.others.items()):
             mine, other = interleaved(case.ours(), prepare(), seconds)
             goal = case.goal if place == 0 else None
-            rows.append(Row(case.what, case.shape, against, mine / case.repeats * 1e3, other * 1e3, goal))
+            rows.append(Comparison(case.what, case.shape, against, mine / case.repeats * 1e3, other * 1e3, goal))
             say(str(rows[-1]))
     return rows
