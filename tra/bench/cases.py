@@ -77,7 +77,7 @@ def cases() -> Iterator[Case]:
     for length in (32768, 65536):
         yield _growth(length, length // 2)
     for batch in (1, 8):
-        for cached, goal in ((4096, 0.2), (65536, 0.02)):
+        for cached, goal in ((4096, 0.15), (65536, 0.015)):
             yield _decoding(batch, cached, goal)
     for size, lengths in CACHED.items():
         for cached in lengths:

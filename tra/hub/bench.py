@@ -16,7 +16,7 @@ PROMPT, NEW = 8, 64
 
 def generation_cases() -> Iterator[Case]:
     """The small language model, untrained, at batch 1."""
-    for mechanism, goal in (("tra", 0.5), ("rope", None)):
+    for mechanism, goal in (("tra", 0.4), ("rope", None)):
         yield Case(
             f"{NEW} new tokens of a small model, {mechanism}",
             f"1x{PROMPT}+{NEW}",
