@@ -81,7 +81,7 @@ def fit_to_the_site(app: Sphinx, page: str, source: list[str]) -> None:
         return text if target.name in text else f"{text} (`{target.relative_to(HERE.parent)}`)"
 
     source[0] = LINK.sub(fitting, source[0])
-    if page.startswith("results/"):
+    if page.startswith("results/") and page.count("/") > 1:
         source[0] = f"---\norphan: true\n---\n\n# {Path(page).parent.name}\n\n{source[0]}"
 
 

@@ -82,28 +82,29 @@ def means_at(entries: list[dict[str, Any]], length: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "section, name, title",
+    "page, section, name, title",
     [
-        ("### Induction", "table1", "induct_once\n"),
-        ("### Copying", "table1", "copy_unique\n"),
-        ("### Associative recall", "table1", "recall\n"),
-        ("### The most recent occurrence", "table1", "induct_recent\n"),
-        ("### Parity", "table1", "parity\n"),
-        ("### A key in noise", "passkey", "passkey\n"),
-        ("## Reading past the window", "figure2", "Perplexity per token"),
-        ("### Thresholds that heads learn", "learned", "Perplexity per token"),
+        ("induction.md", "", "table1", "induct_once\n"),
+        ("copying.md", "", "table1", "copy_unique\n"),
+        ("recall.md", "", "table1", "recall\n"),
+        ("recent.md", "", "table1", "induct_recent\n"),
+        ("parity.md", "", "table1", "parity\n"),
+        ("key-in-noise.md", "", "passkey", "passkey\n"),
+        ("text.md", "", "figure2", "Perplexity per token"),
+        ("forms-of-tra.md", "## Thresholds that heads learn\n", "learned", "Perplexity per token"),
     ],
 )
-def test_the_page_of_results_shows_the_tables_that_were_made(section: str, name: str, title: str) -> None:
-    page, made = (RESULTS.parent / "results.md").read_text(), (RESULTS / name / "table.md").read_text()
-    shown = rows_of(page[page.index(f"{section}\n") :], "| attention |")
+def test_the_pages_of_results_show_the_tables_that_were_made(page: str, section: str, name: str, title: str) -> None:
+    text, made = (RESULTS / page).read_text(), (RESULTS / name / "table.md").read_text()
+    shown = rows_of(text[text.index(section) :], "| attention |")
     assert shown[1:] == rows_of(made[made.index(f"## {title}") :], "| attention |")[1:]
 
 
-def test_the_readme_shows_what_is_stored() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_readme_and_summary_show_what_is_stored(page: str) -> None:
     """Every entry is the mean over seeds, empty where nothing was measured, and the best are bold; below them intervals
     of the first row and of the best that is no form of TRA, and how many sequences were read."""
-    heading, *rows = rows_of((RESULTS.parents[1] / "README.md").read_text(), "| attention | flip-flop 64x |")
+    heading, *rows = rows_of((RESULTS.parents[1] / page).read_text(), "| attention | flip-flop 64x |")
     *rows, of_first, of_rival, sequences = rows
     assert heading[1:] == list(SHOWN)
     for place, (name, column, evaluated, length) in enumerate(SHOWN.values(), start=1):
@@ -124,8 +125,8 @@ def test_the_readme_shows_what_is_stored() -> None:
         assert any(cells[place].startswith("**") for cells in rows), "the best is among those shown"
 
         title = "Perplexity per token" if text else f"{column}\n"
-        page = (RESULTS / name / "table.md").read_text()
-        lengths, *lines = rows_of(page[page.index(f"## {title}") :], "| attention |")
+        made = (RESULTS / name / "table.md").read_text()
+        lengths, *lines = rows_of(made[made.index(f"## {title}") :], "| attention |")
         at = lengths.index(f"{length:,}" if text else f"{evaluated} {length:,}")
         cell_of = {row[0]: row[at].strip("*") for row in lines}
         rival = max((row for row in means if not row.startswith("tra")), key=lambda row: means[row])
