@@ -271,6 +271,23 @@ def launches(length: int, gpu: Gpu, heads: int = HEADS, head_width: int = 64) ->
     return Launches(forward, 4 + (4 if laps > 1 else 0) + plan.launches, plan.scratch(False, 32))
 
 
+class Traffic(NamedTuple):
+    """Bytes that programs read and write in one layer over one sequence, most of them in the cache of the GPU."""
+
+    forward: float
+    backward: float
+
+
+def traffic(keys: Visited, length: int, gpu: Gpu, heads: int = HEADS, head_width: int = 64) -> Traffic:
+    """Of rows that visit so many keys, in bfloat16. Queries, outputs and gradients of rows are read or written once."""
+    row = 4 * head_width  # bytes of a key and its value, or of a query and its gradient
+    walked, again = (keys.packed, keys.regrouped) if length >= PACKED_FROM else (keys.block_stop, keys.block_stop)
+    forward = walked / ROWS * row + row
+    # The gradients of queries read keys for a tile of rows, those of keys read rows and their counts for a key block.
+    backward = again * (row / ROWS + row / gpu.block + (4 + 4) / gpu.block) + 3 * row
+    return Traffic(forward * length * heads, backward * length * heads)
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -297,14 +314,21 @@ def tables() -> Iterator[str]:
             ratio = f"**{overlap:.2f}** if all overlap, **{none:.2f}** if none"
             yield f"| {gpu.name} | {head_width} | **ratio** | 1 | {ratio} |"
     yield ""
-    yield f"Launches of a layer of {HEADS} heads over one sequence, and their time at 4 microseconds each (arithmetic):"
+    yield (
+        f"Launches of a layer of {HEADS} heads of width 64 over one sequence, their time at 4 microseconds each, and"
+        " the traffic of their programs on an A100 (arithmetic):"
+    )
     yield ""
-    yield "| tokens | forward | backward | counts and lists | time |"
-    yield "|---:|---:|---:|---:|---:|"
+    yield "| tokens | launches, forward | backward | time | counts and lists | traffic, forward | backward |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|"
     for length in LAUNCHED_AT:
-        found = launches(length, A100)
-        mebibytes = f"{found.scratch / 2**20:,.0f} MiB"
-        yield f"| {length:,} | {found.forward} | {found.backward:,} | {mebibytes} | {1e3 * found.seconds:.1f} ms |"
+        found, moved = launches(length, A100), traffic(visited(min(length, LENGTHS[-1])), length, A100)
+        cells = (
+            *(f"{number:,}" for number in (length, found.forward, found.backward)),
+            *(f"{1e3 * found.seconds:.1f} ms", f"{found.scratch / 2**20:,.0f} MiB"),
+            *(f"{number / 1e9:.2g} GB" for number in moved),
+        )
+        yield "| " + " | ".join(cells) + " |"
     yield ""
     yield "A training step against RoPE on FlashAttention, one GPU, bfloat16 (estimated):"
     yield ""

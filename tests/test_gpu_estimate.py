@@ -74,6 +74,15 @@ def test_rates_are_those_of_the_white_papers() -> None:
     assert [model.parameters / 1e6 for model in estimate["MODELS"]] == pytest.approx([16, 124, 909], rel=0.02)
 
 
+def test_traffic_follows_the_keys_that_are_visited() -> None:
+    """A tile of 64 rows reads 256 bytes of each key and value it visits, and its queries and outputs once."""
+    keys = estimate["Visited"](4_096, 0.0, 0.0, 0.0, packed=128.0, regrouped=64.0)
+    found = estimate["traffic"](keys, 4_096, estimate["A100"], heads=1)
+    assert found.forward == 64 * (128 * 256 + 64 * 256)
+    # Of blocks of 16 keys each visiting row is read again, with its count, which was written before.
+    assert found.backward == 4_096 * (64 * 256 / 64 + 64 * (256 + 8) / 16 + 3 * 256)
+
+
 def test_launches_of_a_million_tokens_are_those_of_the_plan() -> None:
     launch = pytest.importorskip("tra.ops.threshold_relative.triton.launch")
     found = estimate["launches"](2**20, estimate["A100"])

@@ -29,16 +29,24 @@ def visible_keys(
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     device: torch.device,
+    key_lengths: Tensor | None = None,
 ) -> Tensor:
     """Return a boolean tensor [B or 1, 1, queries, keys], True where the query may see the key.
 
-    The last query is aligned with the last key, so ``queries < keys`` is decoding with a cache.
+    The last query is aligned with the last key, so ``queries < keys`` is decoding with a cache; or with the last of the
+    ``key_lengths [B]`` keys that a sequence has.
     """
-    query_position = torch.arange(keys - queries, keys, device=device)
-    visible = (query_position[:, None] >= torch.arange(keys, device=device))[None, None]
+    position = query_positions(queries, keys, key_lengths, device)
+    visible = (position[:, :, None] >= torch.arange(keys, device=device))[:, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None, None, :]
     if segment_ids is not None:
-        query_segment = segment_ids[:, None, keys - queries :, None]
-        visible = visible & (query_segment == segment_ids[:, None, None, :])
+        query_segment = segment_ids.gather(1, position.clamp(min=0).expand(segment_ids.shape[0], -1))
+        visible = visible & (query_segment[:, None, :, None] == segment_ids[:, None, None, :])
     return visible
+
+
+def query_positions(queries: int, keys: int, key_lengths: Tensor | None, device: torch.device) -> Tensor:
+    """[B or 1, queries]: the key that each query is aligned with."""
+    position = torch.arange(keys - queries, keys, device=device)[None]
+    return position if key_lengths is None else position - keys + key_lengths[:, None]

@@ -144,8 +144,8 @@ def recorded(family: str) -> Iterator[list[Launch]]:
 
 
 def launches(family: str, dtype: torch.dtype, width: int, everything: bool = False, choice: int = 0) -> list[Launch]:
-    """What forward and backward launch, packed and not, and decoding; with everything: masks, segments, dropout, and a
-    threshold for each row through which gradients pass.
+    """What forward and backward launch, packed and not, and decoding; with everything: masks, segments, dropout,
+    lengths on the device, and a threshold for each row through which gradients pass.
 
     With the tiles of that number among those to choose from, or the last.
     """
@@ -157,10 +157,11 @@ def launches(family: str, dtype: torch.dtype, width: int, everything: bool = Fal
 
         def inputs(query: Tensor, key: Tensor, value: Tensor) -> Inputs:
             rows, keys = query.shape[:3], key.shape[2]
-            optional: list[Any] = [None] * 5
+            optional: list[Any] = [None] * 6
             if everything:
                 mask, segments = torch.ones(1, keys, dtype=torch.bool), torch.zeros(1, keys, dtype=torch.int64)
-                optional = [mask, segments, torch.ones(1, dtype=torch.int64), torch.zeros(rows), None]
+                seed, lengths = torch.ones(1, dtype=torch.int64), torch.full((1,), keys)
+                optional = [mask, segments, seed, torch.zeros(rows), None, lengths]
             return Inputs(query, key, value, -torch.ones(rows), *optional)
 
         bound = None if everything else width**0.5

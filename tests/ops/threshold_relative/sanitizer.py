@@ -55,6 +55,11 @@ def watched() -> Iterator[Touched]:
             touched.check(addresses, mask, value.dtype.itemsize)
             return memory.store(addresses, value, mask)
 
+        @staticmethod
+        def atomic_rmw(operation: Any, addresses: Any, value: Any, mask: Any, order: Any) -> Any:
+            touched.check(addresses, mask, value.dtype.itemsize)
+            return memory.atomic_rmw(operation, addresses, value, mask, order)
+
     def prepared(executor: Any, arguments: Any, keywords: Any) -> Any:
         found = prepare(executor, arguments, keywords)
         given = [*found[0], *found[1].values()]

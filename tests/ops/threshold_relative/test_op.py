@@ -59,13 +59,13 @@ def test_opcheck_finds_nothing(impl: str, masked: bool) -> None:
     inputs = random_inputs(queries=5, keys=9, kv_heads=2, dtype=dtype)
     masks = (torch.rand(2, 9) < 0.8, torch.zeros(2, 9, dtype=torch.int64)) if masked else (None, None)
     seed = torch.tensor([12345]) if masked else None
-    rows = (torch.randn(2, 4, 5), torch.full((2, 4, 5), 50.0)) if masked and impl != "triton" else (None, None)
-    numbers = (0.3, 0.0, 0.5 if masked and impl != "triton" else 0.0, 0.2 if masked else 0.0, 0.0, None)
+    rows = (torch.randn(2, 4, 5), torch.full((2, 4, 5), 50.0)) if masked else (None, None)
+    numbers = (0.3, 0.0, 0.5 if masked else 0.0, 0.2 if masked else 0.0, 0.0, None)
     ops = operators(impl)
-    torch.library.opcheck(ops.forward, (*inputs, *masks, seed, *rows, *numbers, True))
-    result = ops.forward(*inputs, *masks, seed, *rows, *numbers, True)
+    torch.library.opcheck(ops.forward, (*inputs, *masks, seed, *rows, None, *numbers, True))
+    result = ops.forward(*inputs, *masks, seed, *rows, None, *numbers, True)
     for wants in ((True, True, True), (True, False, False)):
-        arguments = (torch.randn_like(result[0]), *result, *wants, *inputs, *masks, seed, *rows, *numbers)
+        arguments = (torch.randn_like(result[0]), *result, *wants, *inputs, *masks, seed, *rows, None, *numbers)
         torch.library.opcheck(ops.backward, arguments)
 
 
@@ -379,7 +379,7 @@ class Attend(nn.Module):
 @pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
 def test_the_kernel_refuses_dtypes_that_it_cannot_read(other: torch.dtype) -> None:
     query, key, value, log_gate = random_inputs(dtype=torch.float32)
-    call = (key, value.to(other), log_gate, *[None] * 5, 1.0, 0.0, 0.0, 0.0, 0.0, None, False)
+    call = (key, value.to(other), log_gate, *[None] * 6, 1.0, 0.0, 0.0, 0.0, 0.0, None, False)
     with pytest.raises(RuntimeError, match="query, key and value must have one dtype"):
         cpu.operators().forward(query, *call)
 

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import integer_inputs, random_inputs
 from tests.ops.threshold_relative.on_device import OnDevice
+from tests.ops.threshold_relative.test_straight_through import Case, strained
+from tests.ops.threshold_relative.test_straight_through import gradients as gradients_through
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu, implementations, triton
 from tra.ops.threshold_relative.call import Inputs, Options, Result
@@ -133,7 +135,7 @@ def assert_parts_equal_the_reference(inputs: tuple[Tensor, ...], **options: Any)
     for impl, tensors in (("triton", inputs), ("reference", tuple(x.double() for x in inputs))):
         torch.manual_seed(0)
         outs.append(run(*tensors, impl=impl, **options).double())
-    allowed = options.get("tolerance", 0.0) * inputs[2].abs().max().item()
+    allowed = options.get("tolerance", 0.0) * inputs[2].nan_to_num(0.0).abs().max().item()
     assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5 + allowed)
 
 
@@ -162,6 +164,68 @@ def test_decoding_reads_beyond_the_near_keys_only_where_a_row_needs_it(gate: flo
     with watched() as touched:
         run(ones[:, :, :1] / 16, ones, value, torch.full((1, 1, 1), gate), score_bound=4.0)
     assert touched.rows_read(value) == list(range(last, 140))
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("gate", [-0.01, -0.3])
+def test_decoding_in_parts_with_lengths_on_the_device_equals_the_reference(gate: float) -> None:
+    query, key, value, _ = grouped(150, 16, 24)
+    inputs = query[:, :, -2:], key, value, torch.full((2, 4, 2), gate)
+    lengths = torch.tensor([3, 131])
+    for sequence, length in enumerate(lengths):
+        value[sequence, :, length:] = math.nan
+    options: dict[str, Any] = {"key_lengths": lengths, "scale": 1.0, "threshold": row_thresholds(2, 4, 2)}
+    assert_parts_equal_the_reference(inputs, tolerance=1e-4, **options)
+    assert_parts_equal_the_reference(inputs, key_mask=LONG_MASK, segment_ids=LONG_SEGMENTS, **options)
+
+
+@interpreted
+@pytest.mark.usefixtures("parts")
+def test_a_captured_step_of_decoding_serves_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched, with which numbers, does not depend on the lengths; nor is a key read that is not there."""
+    from tests.ops.threshold_relative.sanitizer import watched
+    from tra.ops.threshold_relative.triton import launch
+
+    class Recording(Counting):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch_it(**given: Any) -> None:
+                numbers = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
+                self.launched.append((self.kernel.__name__, grid, numbers))
+                self.kernel[grid](**given)
+
+            return launch_it
+
+    ones, value = torch.ones(1, 1, 140, 16), torch.randn(1, 1, 140, 24)
+    seen = []
+    for length in (1, 20, 121):
+        launched: list[Any] = []
+        with monkeypatch.context() as patch, watched() as touched:
+            for name in launch.kernels.__all__:
+                patch.setattr(launch.kernels, name, Recording(getattr(launch.kernels, name), launched))
+            lengths = torch.tensor([length])
+            run(ones[:, :, :1] / 16, ones, value, torch.full((1, 1, 1), -0.02), score_bound=4.0, key_lengths=lengths)
+        assert touched.rows_read(value) == list(range(length))
+        seen.append(launched)
+    assert seen[0] == seen[1] == seen[2]
+
+
+@on_gpu
+def test_a_graph_of_a_step_is_replayed_while_the_cache_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "triton", triton)  # not by way of CPU tensors
+    query, key, value, gate = (x.cuda() for x in random_inputs(2, 4, 2, 1, 3000, 64, dtype=torch.bfloat16))
+    lengths = torch.tensor([700, 1], device="cuda")
+    threshold = torch.zeros(2, 4, 1, device="cuda")
+    options: dict[str, Any] = {"key_lengths": lengths, "threshold": threshold, "score_bound": 60.0}
+    run(query, key, value, gate.float(), **options)  # proves itself and times tiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        lengths += 1
+        out = run(query, key, value, gate.float(), **options)
+    for step in range(1, 40):
+        graph.replay()
+        for sequence, length in enumerate((700 + step, 1 + step)):
+            its = (x[sequence : sequence + 1] for x in (query, key[:, :, :length], value[:, :, :length], gate.float()))
+            assert_close(out[sequence : sequence + 1], run(*its, score_bound=60.0), rtol=2e-2, atol=2e-2)
 
 
 @pytest.fixture
@@ -833,25 +897,27 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "queries, bound, expected",
+    "queries, bound, masks, expected",
     [
-        (70, None, ["zeros", "look_at_keys", "cummax", "look_at_rows", "forward", "forward"]),
-        (70, 4.0, ["zeros", "look_at_keys", "look_at_rows", "forward", "forward"]),
-        (1, 4.0, ["look_at_rows", "forward", "decode_part", "join_parts"]),
-        (1, None, ["look_at_keys", "cummax", "look_at_rows", "forward", "decode_part", "join_parts"]),
+        (70, None, False, ["zeros", "look_at_keys", "cummax", "look_at_rows", "forward", "forward"]),
+        (70, 4.0, False, ["zeros", "look_at_keys", "look_at_rows", "forward", "forward"]),
+        (70, 4.0, True, ["full", "zeros", "look_at_masks", "look_at_keys", "look_at_rows", "forward", "forward"]),
+        (1, 4.0, False, ["look_at_rows", "forward", "decode_part", "join_parts"]),
+        (1, None, False, ["look_at_keys", "cummax", "look_at_rows", "forward", "decode_part", "join_parts"]),
     ],
-    ids=["prefill", "prefill with a bound", "decoding with a bound", "decoding"],
+    ids=["prefill", "prefill with a bound", "packed documents and padding", "decoding with a bound", "decoding"],
 )
 @pytest.mark.usefixtures("small_tiles")
 def test_few_operations_surround_the_kernels(
-    monkeypatch: pytest.MonkeyPatch, queries: int, bound: float | None, expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, queries: int, bound: float | None, masks: bool, expected: list[str]
 ) -> None:
     from tra.ops.threshold_relative.triton import launch
 
     monkeypatch.setattr(launch, "NEAR_KEYS", 32)
     monkeypatch.setattr(launch, "PART_KEYS", 64)
     query, key, value, gate = grouped(70, 16, 16)
-    inputs = Inputs(query[:, :, -queries:], key, value, gate[:, :, -queries:], *[None] * 5)
+    some = (MASK[:, :70].contiguous(), SEGMENTS[:, :70].contiguous()) if masks else (None, None)
+    inputs = Inputs(query[:, :, -queries:], key, value, gate[:, :, -queries:], *some, *[None] * 4)
     with Operations() as operations:
         for name in launch.kernels.__all__:
             kernel = getattr(launch.kernels, name)
@@ -1071,6 +1137,33 @@ def test_gradients_of_few_rows_over_many_keys_pass_the_threshold() -> None:
     thresholds = row_thresholds(1, 4, 2)
     thresholds[0, 0] = 40.0  # keeps nothing: its largest score is in any of the parts
     assert_learns_as_the_reference(inputs, torch.randn(1, 4, 2, 24), thresholds, scale=1.0)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("tolerance, read", [(1e-3, 33), (1e-16, 500)])
+def test_rows_stop_where_keys_that_are_left_out_no_longer_matter(tolerance: float, read: int) -> None:
+    """As on the CPU: exp(g C) <= 2 temperature tolerance / keys. A kept key is done with after 20."""
+    query, key, value, gate, threshold = strained("left out").inputs
+    inputs = query[:, :, -1:], key, value, gate[:, :, -1:], threshold[:, :, -1:]
+    given = Case(inputs, torch.ones(1, 2, 1, 16), {"straight_through": 0.5, "score_bound": 0.05})
+    grad_key = gradients_through(given, "triton", tolerance=tolerance)[2].abs().amax(-1)[0, 0]
+    assert (grad_key != 0).tolist() == [key >= 500 - read for key in range(500)]
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_segments_that_share_a_slot_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import launch
+
+    inputs, grad = tuple(x[:1] for x in grouped(75, 16, 16)), torch.randn(1, 4, 75, 16)
+    documents = torch.tensor([7, 2**40, 7, -3, 2**40 + 2**33]).repeat_interleave(15)[None]  # one comes twice
+    options: dict[str, Any] = {"segment_ids": documents, "key_mask": MASK[:1], "tolerance": 0.0}
+    expected = gradients(inputs, grad, impl="reference", **options)
+    found = gradients(inputs, grad, **options)
+    for left, right in zip(found, expected, strict=True):
+        assert_close(left, right, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(launch, "slots_for", lambda keys: 1)
+    alike = gradients(inputs, grad, **options)
+    assert all(torch.equal(left, right) for left, right in zip(alike, found, strict=True))
 
 
 @pytest.mark.usefixtures("small_tiles")

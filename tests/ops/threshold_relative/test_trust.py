@@ -28,7 +28,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiles, "keys_per_block", lambda *_: 16)
     for name, number in (("NEAR_KEYS", 16), ("PART_KEYS", 32)):
         monkeypatch.setattr(launch, name, number)
-    for name, number in (("LENGTH", 40), ("CACHED", 90), ("WIDTH", 16)):
+    for name, number in (("LENGTH", 40), ("CACHED", 90), ("ROOM", 30), ("WIDTH", 16)):
         monkeypatch.setattr(trust, name, number)
     monkeypatch.setattr(trust, "_verdicts", {})
     monkeypatch.setattr(trust, "_place", lambda device: tmp_path / "cache" / "verdicts.json")
@@ -70,6 +70,21 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, name: str, kin
     verdict = trust.examine(CPU, torch.float32, kind)
     assert verdict.failure is not None
     assert re.match(f"{what} is off by ", verdict.failure)
+
+
+def test_a_kernel_that_reads_what_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import kernels, trust
+
+    class Deaf(Wrong):
+        """A kernel that is told no lengths."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **given: self.kernel[grid](**given | {"lengths_ptr": None})
+
+    monkeypatch.setattr(kernels, "decode_part", Deaf(kernels.decode_part))
+    verdict = trust.examine(CPU, torch.float32, "decode")
+    assert verdict.failure is not None
+    assert verdict.failure.startswith("out_with_lengths is off by ")
 
 
 def test_plain_pytorch_has_the_gradients_of_the_reference() -> None:

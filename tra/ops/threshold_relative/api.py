@@ -29,6 +29,7 @@ def threshold_relative_attention(
     *,
     key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     scale: float | None = None,
     threshold: float | Tensor = 0.0,
     straight_through: float = 0.0,
@@ -57,6 +58,9 @@ def threshold_relative_attention(
         log_gate: ``[B, Hq, Lq]``, never positive, and finite in the precision of the computation.
         key_mask: ``[B, Lk]`` boolean, False for padding, which is never attended and never counted.
         segment_ids: ``[B, Lk]`` integers; a query sees only keys of its own segment (packed documents).
+        key_lengths: ``[B]`` integers, for decoding with a cache of fixed size: the last query of a sequence is aligned
+            with the last of so many keys, and what lies behind these is not read. They stay on the device, so that a
+            step of generation can be captured in a CUDA graph. From Lq to Lk; not with dropout.
         scale: factor on the scores, ``1 / sqrt(D)`` by default.
         threshold: a key is kept when its score is greater. A number, or a tensor that broadcasts to ``[B, Hq, Lq]``.
         straight_through: temperature of the sigmoid that takes the place of the threshold in backward (a
@@ -87,6 +91,8 @@ def threshold_relative_attention(
     _check_tensors(query, key, value, log_gate)
     if key_mask is not None or segment_ids is not None:
         check_masks(key_mask, segment_ids, key.shape[0], key.shape[2], key.device)
+    if key_lengths is not None:
+        _check_lengths(key_lengths, key, dropout)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3])
     if threshold is None:
@@ -95,7 +101,7 @@ def threshold_relative_attention(
     row_bound, one_bound = _per_row("score_bound", score_bound, query)
     _check_options(query.dtype, scale, one_threshold, straight_through, dropout, tolerance, one_bound)
     seed = torch.randint(2**62, (1,), device=query.device) if dropout > 0.0 else None
-    inputs = Inputs(query, key, value, log_gate, key_mask, segment_ids, seed, row_threshold, row_bound)
+    inputs = Inputs(query, key, value, log_gate, key_mask, segment_ids, seed, row_threshold, row_bound, key_lengths)
     options = Options(
         float(scale),
         0.0 if one_threshold is None else float(one_threshold),
@@ -201,6 +207,20 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) 
         raise ValueError(f"query must not be longer than key ({keys}), got {queries} queries")
     if log_gate.shape != query.shape[:3]:
         raise ValueError(f"log_gate must have the shape {_shape(query)[:3]} of query, got {_shape(log_gate)}")
+
+
+def _check_lengths(key_lengths: Tensor, key: Tensor, dropout: float) -> None:
+    """Their values are looked at where that is free, on a CPU."""
+    if not isinstance(key_lengths, Tensor):
+        raise ValueError(f"key_lengths must be a tensor [B], got {type(key_lengths).__name__}")
+    if key_lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"key_lengths must be int32 or int64, got {key_lengths.dtype}")
+    if key_lengths.shape != key.shape[:1]:
+        raise ValueError(f"key_lengths must have the shape [B] = {_shape(key)[:1]}, got {_shape(key_lengths)}")
+    if key_lengths.device != key.device:
+        raise ValueError(f"key_lengths must be on the device of query, {key.device}, got {key_lengths.device}")
+    if dropout:
+        raise ValueError(f"dropout must be 0 with key_lengths, which are for decoding, got {dropout!r}")
 
 
 def _check_options(

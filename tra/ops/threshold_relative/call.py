@@ -25,6 +25,9 @@ class Inputs(NamedTuple):
     row_bound: Tensor | None
     """[B, Hq, Lq], in any floating dtype: a bound on the absolute kept scores of each row, none where it is not finite;
     None: `Options.score_bound` is that of every row"""
+    key_lengths: Tensor | None = None
+    """[B], int32 or int64: the last query is aligned with the last of so many keys, and the others are not there;
+    None: with the last of all"""
 
 
 class Options(NamedTuple):

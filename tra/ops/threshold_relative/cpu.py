@@ -93,7 +93,7 @@ def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options)
 def as_python_error(error: RuntimeError) -> Exception:
     """What the kernel found wrong with its data, as Python calls it: through PyTorch's ABI all are RuntimeErrors."""
     text = str(error).partition("\n")[0]
-    for name in ("log_gate", "score_bound"):
+    for name in ("log_gate", "score_bound", "key_lengths"):
         if f"{name} must" in text:
             return ValueError(text[text.index(f"{name} must") :])
     return MemoryError(text) if "ran out of memory" in text else error

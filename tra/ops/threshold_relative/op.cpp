@@ -77,10 +77,11 @@ struct Call {
     Tensor gate;
     Maybe threshold, bound;
     std::vector<int32_t> segments;
+    std::vector<int64_t> lengths;  // of each sequence, if they differ
 
     Call(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
          const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
-         double scale, double threshold_of_all, double straight_through, double dropout, double tolerance,
+         const Maybe& key_lengths, double scale, double threshold_of_all, double straight_through, double dropout, double tolerance,
          std::optional<double> score_bound)
         : gate(as_type(log_gate, ScalarType::Float)), threshold(as_type(row_threshold, ScalarType::Float)),
           bound(as_type(row_bound, ScalarType::Double)) {
@@ -109,6 +110,7 @@ struct Call {
         p.key_length = key.size(2);
         p.value_width = value.size(3);
         if (segment_ids) read_segments(*segment_ids);
+        if (key_lengths) read_lengths(*key_lengths);
         p.dropout = dropout;
         p.tolerance = tolerance;
         p.score_bound = score_bound.value_or(-1);
@@ -142,9 +144,50 @@ struct Call {
         p.segment_stride[1] = 1;
     }
 
-    // cpu.py makes Python's errors of these texts.
+    void read_lengths(const Tensor& given) {
+        TraProblem& p = problem;
+        const bool narrow = given.scalar_type() == ScalarType::Int;
+        for (int64_t batch = 0; batch < p.batch; batch++) {
+            const int64_t at = batch * given.stride(0);
+            const int64_t length = narrow ? static_cast<const int32_t*>(given.data_ptr())[at]
+                                          : static_cast<const int64_t*>(given.data_ptr())[at];
+            if (length < p.query_length || length > p.key_length)
+                throw std::runtime_error("key_lengths must lie between the " + std::to_string(p.query_length) +
+                                         " queries and the " + std::to_string(p.key_length) + " keys, got " +
+                                         std::to_string(length));
+            lengths.push_back(length);
+        }
+    }
+
+    // A sequence of the batch with as many keys as it has.
+    TraProblem sequence(int64_t batch) const {
+        TraProblem p = problem;
+        const int64_t size = p.type ? 2 : 4;
+        auto begin = [&](TraTensor& tensor, int64_t bytes) {
+            if (tensor.data) tensor.data = static_cast<char*>(tensor.data) + batch * tensor.stride[0] * bytes;
+        };
+        for (TraTensor* tensor : {&p.query, &p.key, &p.value, &p.output, &p.grad_output, &p.grad_query, &p.grad_key,
+                                  &p.grad_value})
+            begin(*tensor, size);
+        for (TraTensor* tensor : {&p.log_gate, &p.grad_log_gate, &p.row_threshold, &p.grad_threshold}) begin(*tensor, 4);
+        begin(p.row_bound, 8);
+        begin(p.residual, 2);
+        p.row_state += batch * p.query_heads * p.query_length;
+        if (p.key_mask) p.key_mask += batch * p.key_mask_stride[0];
+        if (p.segment_ids) p.segment_ids += batch * p.segment_stride[0];
+        p.batch = 1;
+        p.key_length = lengths[batch];
+        return p;
+    }
+
     void run(int (*entry)(const TraProblem*)) const {
-        switch (entry(&problem)) {
+        if (lengths.empty()) return run(entry, problem);
+        for (int64_t batch = 0; batch < problem.batch; batch++) run(entry, sequence(batch));
+    }
+
+    // cpu.py makes Python's errors of these texts.
+    void run(int (*entry)(const TraProblem*), const TraProblem& p) const {
+        switch (entry(&p)) {
             case kTraDone: return;
             case kTraBoundBroken:
                 throw std::runtime_error("score_bound must bound the absolute scores of all kept keys, got " +
@@ -174,10 +217,10 @@ struct Call {
 std::tuple<Tensor, Tensor, Tensor> forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
     const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
-    double scale, double threshold, double straight_through, double dropout, double tolerance,
+    const Maybe& key_lengths, double scale, double threshold, double straight_through, double dropout, double tolerance,
     std::optional<double> score_bound, bool training) {
-    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
-              threshold, straight_through, dropout, tolerance, score_bound);
+    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
+              scale, threshold, straight_through, dropout, tolerance, score_bound);
     call.check_gate();
     TraProblem& p = call.problem;
     Tensor out = new_tensor({p.batch, p.query_heads, p.query_length, p.value_width}, query.scalar_type());
@@ -195,10 +238,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, const Tensor& out, const Tensor& row_state, const Tensor& residual, bool wants_query,
     bool wants_key, bool wants_value, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& log_gate, const Maybe& key_mask, const Maybe& segment_ids, const Maybe& dropout_seed,
-    const Maybe& row_threshold, const Maybe& row_bound, double scale, double threshold, double straight_through,
-    double dropout, double tolerance, std::optional<double> score_bound) {
-    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
-              threshold, straight_through, dropout, tolerance, score_bound);
+    const Maybe& row_threshold, const Maybe& row_bound, const Maybe& key_lengths, double scale, double threshold,
+    double straight_through, double dropout, double tolerance, std::optional<double> score_bound) {
+    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
+              scale, threshold, straight_through, dropout, tolerance, score_bound);
     if (grad_out.scalar_type() != query.scalar_type())
         throw std::runtime_error("grad_out must have the dtype of query");
     TraProblem& p = call.problem;
@@ -206,9 +249,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     p.grad_output = view(grad_out);
     p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
     if (residual.dim() == 4) p.residual = view(residual);
-    auto wanted = [](bool wants, const Tensor& like, TraTensor& place) {
+    auto wanted = [has_lengths = bool(key_lengths)](bool wants, const Tensor& like, TraTensor& place) {
         if (!wants) return absent();
         Tensor gradient = new_like(like, like.scalar_type());
+        if (has_lengths) torch::stable::zero_(gradient);  // keys that are not there have a gradient of 0
         place = view(gradient);
         return gradient;
     };

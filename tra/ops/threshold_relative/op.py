@@ -123,6 +123,15 @@ class _Backward(Function):
         raise unsupported(FORWARD_MODE)
 
 
+def _check_lengths(inputs: Inputs) -> None:
+    queries, keys, lengths = inputs.query.shape[2], inputs.key.shape[2], inputs.key_lengths
+    assert lengths is not None
+    wrong = lengths[(lengths < queries) | (lengths > keys)]
+    if len(wrong):
+        given = f"the {queries} queries and the {keys} keys, got {wrong[0].item()}"
+        raise ValueError(f"key_lengths must lie between {given}")
+
+
 def _register(impl: str) -> Operators:
     """Operators that call the implementation of that name, or the reference where the kernel is not built."""
 
@@ -139,6 +148,8 @@ def _register(impl: str) -> Operators:
         if log_gate.is_cpu and bool((log_gate > 0).any()):
             largest = log_gate.nan_to_num(-1.0).max().item()
             raise ValueError(f"log_gate must never be positive, got a maximum of {largest:g}")
+        if log_gate.is_cpu and inputs.key_lengths is not None:
+            _check_lengths(inputs)
         # Autocast would otherwise lower the products inside the implementation.
         with torch.autocast(inputs.query.device.type, enabled=False):
             out, row_state, residual = implementation().forward(inputs, options, training)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tra.ops.threshold_relative.call import Inputs, Options
+from tra.ops.visibility import query_positions
 
 SLACK = 1.001
 """Computed scores and norms may pass their exact bounds by rounding."""
@@ -51,9 +52,9 @@ def row_decay(inputs: Inputs, options: Options) -> Tensor:
             .cummax(-1)
             .values
         )
-        key_norm = key_norm[:, :, key.shape[2] - query.shape[2] :].repeat_interleave(
-            query.shape[1] // key.shape[1], dim=1
-        )
+        position = query_positions(query.shape[2], key.shape[2], inputs.key_lengths, key.device).clamp(min=0)
+        key_norm = key_norm.gather(2, position[:, None].expand(*key.shape[:2], -1))
+        key_norm = key_norm.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         size = scale * torch.linalg.vector_norm(query, dim=-1, dtype=torch.float64) * SLACK
         # A key's norm may overflow, but a query of zeros scores 0 with every key.
         bound = (size * key_norm).where(size > 0.0, 0.0)

@@ -178,7 +178,9 @@ def _prepare(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, 
     query, key = inputs.query, inputs.key
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
-    visible = visible_keys(query.shape[2], key.shape[2], inputs.key_mask, inputs.segment_ids, query.device)
+    visible = visible_keys(
+        query.shape[2], key.shape[2], inputs.key_mask, inputs.segment_ids, query.device, inputs.key_lengths
+    )
     visible = visible & key.isfinite().all(-1).repeat_interleave(group, dim=1)[:, :, None, :]
     q, k, v, g = (x.to(dtype).nan_to_num(0.0, 0.0, 0.0) for x in inputs[:4])
     threshold = row_threshold(inputs, options, dtype).nan_to_num(0.0, 0.0, 0.0)[..., None]

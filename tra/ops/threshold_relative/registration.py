@@ -15,6 +15,7 @@ TENSORS = len(Inputs._fields)
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor log_gate, "
     "Tensor? key_mask, Tensor? segment_ids, Tensor? dropout_seed, Tensor? row_threshold, Tensor? row_bound, "
+    "Tensor? key_lengths, "
     "float scale, float threshold, float straight_through, float dropout, float tolerance, float? score_bound"
 )
 """Inputs and Options one after the other: a schema knows no structures. Nor does it know absent results: a tensor of

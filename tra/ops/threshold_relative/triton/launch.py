@@ -369,7 +369,7 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
     """The call with what the prologue finds out; backward hands over its gradient and what forward left."""
     query, key, value = (_side_by_side(x) for x in inputs[:3])
     mask = None if inputs.key_mask is None else inputs.key_mask.contiguous().view(torch.uint8)
-    segments, first = _first_visible(inputs)
+    segments, lengths = (None if x is None else x.contiguous() for x in (inputs.segment_ids, inputs.key_lengths))
     (batch, heads, queries, width), key_heads, keys = query.shape, key.shape[1], key.shape[2]
     value_width, group = value.shape[3], heads // key_heads
     units, rows, device = batch * key_heads, group * queries, query.device
@@ -379,6 +379,9 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
     def of_rows() -> Tensor:
         return torch.empty(units * rows, dtype=torch.float32, device=device)
 
+    first, slots = None, 0 if segments is None else slots_for(keys)
+    if mask is not None or segments is not None:
+        first = torch.full((batch, slots + 1), keys, dtype=torch.int32, device=device)
     dirty = torch.zeros(units, dtype=torch.int32, device=device) if look_at_values else None
     looked_at = max(1, LOOKED_AT // max(tiles.padded(width), tiles.padded(value_width)))
     key_blocks = triton.cdiv(keys, looked_at)
@@ -399,6 +402,7 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
         "mask_ptr": mask,
         "segment_ptr": segments,
         "first_ptr": first,
+        "lengths_ptr": lengths,
         "seed_ptr": inputs.dropout_seed,
         "dirty_ptr": dirty,
         **_strides("q", query),
@@ -408,9 +412,11 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
         "group": group,
         "queries": queries,
         "keys": keys,
+        "slots": slots,
         "scale": options.scale,
         "threshold": options.threshold,
         "temperature": options.straight_through,
+        "decay_left_out": _decay_left_out(options, keys),
         "drop_below": int(options.dropout * 2**32),
         "drop_scale": 1.0 / (1.0 - options.dropout),
         "N": block,
@@ -429,6 +435,8 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
         "delta_ptr": of_rows() if backward else None,
     }
     call = _Call(common, units, rows, queries, keys, block, dirty, family)
+    if first is not None:
+        call.launch(kernels.look_at_masks, (triton.cdiv(keys, LOOKED_AT), batch), None, N=LOOKED_AT)
     if norms is not None or look_at_values:
         call.launch(kernels.look_at_keys, (key_blocks, units), None, norm_ptr=norms, peak_ptr=peaks, N=looked_at)
         if peaks is not None:
@@ -452,10 +460,24 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
     return call
 
 
+def slots_for(keys: int) -> int:
+    """A power of two: few segments share one."""
+    return 1 << (keys - 1).bit_length()
+
+
 def _odds(options: Options) -> float:
     """ln(2 / tolerance), as in reach.py."""
     tolerance = options.tolerance * (1.0 - options.dropout)
     return math.log(2.0 / tolerance) if tolerance > 0.0 else math.inf
+
+
+def _decay_left_out(options: Options, keys: int) -> float:
+    """How far a row must decay before all keys that it leaves out have gradients below the tolerance together, with
+    room for rounding to float32: docs/exactness.md."""
+    tolerance = options.tolerance * (1.0 - options.dropout)
+    if options.straight_through == 0.0 or tolerance == 0.0:
+        return math.inf
+    return max(math.log(keys / (2.0 * options.straight_through * tolerance)), 0.0) * (1.0 + 1e-6)
 
 
 def _in_two(number: float) -> tuple[float, float]:
@@ -472,24 +494,3 @@ def _strides(name: str, tensor: Tensor | None) -> dict[str, int]:
 def _side_by_side(x: Tensor) -> Tensor:
     """Components next to each other; the other strides may be any that fit."""
     return x if x.stride(3) == 1 and x.stride(2) < WIDEST_STRIDE else x.contiguous()
-
-
-def _first_visible(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """[B, Lk], int32: the first key of the same segment; and of these the first that is no padding, beyond the last if
-    all are."""
-    mask, segments = inputs.key_mask, inputs.segment_ids
-    if mask is None and segments is None:
-        return None, None
-    shape, device = inputs.key.shape[::2], inputs.key.device
-    place = torch.arange(shape[1], dtype=torch.int32, device=device).expand(shape[0], shape[1])
-    begins, first = None, torch.zeros_like(place)
-    if segments is not None:
-        # A stable sort brings segments together, each in its order; its first place is where the id changes.
-        ids, order = segments.sort(dim=1, stable=True)
-        changes = torch.ones_like(ids, dtype=torch.bool)
-        changes[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        starts = place.where(changes, 0).cummax(1).values
-        begins = first = first.scatter(1, order, order.gather(1, starts.long()).int())
-    if mask is not None:
-        first = first.maximum(place.where(mask, shape[1]).amin(1, keepdim=True))
-    return begins, first

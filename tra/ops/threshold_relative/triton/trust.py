@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tra.ops.threshold_relative import reference
 from tra.ops.threshold_relative.call import Inputs, Options
@@ -25,6 +26,8 @@ KINDS = ("forward", "decode", "backward", "straight_through")
 REPORT = "please report it with the output of `tra doctor`"
 LENGTH, CACHED, WIDTH = 150, 2300, 64
 """Of the sequence that forward and backward compute, and of the cache that decoding reads: beyond its second round."""
+ROOM = 700
+"""Behind it, in a cache of fixed size."""
 FLOOR = 2e-5
 """Error relative to the largest number that is always allowed: sums in another order."""
 
@@ -89,8 +92,9 @@ def judge(kind: str, dtype: torch.dtype, compute: Compute) -> Verdict:
     floor = FLOOR + torch.finfo(dtype).eps / 4
     worst, allowed_error, failure = 0.0, 0.0, None
     for what, found in ours.items():
-        mean, largest = _distance(found, exact[what])
-        plain_mean, plain_largest = _distance(plain[what], exact[what])
+        same = what.removesuffix("_with_lengths")
+        mean, largest = _distance(found, exact[same])
+        plain_mean, plain_largest = _distance(plain[same], exact[same])
         right = mean <= 2.0 * plain_mean + floor and largest <= 4.0 * plain_largest + floor
         if not right and failure is None:
             failure = f"{what} is off by {largest:.1e}, plain PyTorch by {plain_largest:.1e}"
@@ -115,7 +119,7 @@ def problem(kind: str, dtype: torch.dtype) -> tuple[Inputs, Options, Tensor]:
     mask = torch.rand(1, keys, generator=numbers) < 0.9
     grad = torch.randn(1, 4, queries, WIDTH, generator=numbers).to(dtype)
     options = Options(1 / 8, 0.0, 0.5 if kind == "straight_through" else 0.0, 0.0, 1e-6, None)
-    return Inputs(query, key, value, gate, mask, None, None, None, None), options, grad
+    return Inputs(query, key, value, gate, mask, *[None] * 5), options, grad
 
 
 def _kernels(device: torch.device, inputs: Inputs, options: Options, grad: Tensor, trains: bool) -> dict[str, Tensor]:
@@ -125,10 +129,21 @@ def _kernels(device: torch.device, inputs: Inputs, options: Options, grad: Tenso
     there = Inputs(*moved)
     result = launch.forward(there, options, trains)
     found = {"out": result.out}
+    if launch.decodes(there):
+        found["out_with_lengths"] = launch.forward(_with_room(there), options, trains).out
     if trains:
         gradients = launch.backward(grad.to(device), there, result, options)
         found |= {f"grad_{name}": x for name, x in gradients._asdict().items() if x is not None}
     return {name: x.cpu() for name, x in found.items()}
+
+
+def _with_room(inputs: Inputs) -> Inputs:
+    """The same call with a cache of fixed size, in which keys that were never written follow those that there are."""
+    keys, room = inputs.key.shape[2], (0, 0, 0, ROOM)
+    key, value = (pad(x, room, value=torch.nan) for x in (inputs.key, inputs.value))
+    mask = None if inputs.key_mask is None else pad(inputs.key_mask, (0, ROOM), value=True)
+    lengths = torch.full((key.shape[0],), keys, device=key.device)
+    return inputs._replace(key=key, value=value, key_mask=mask, key_lengths=lengths)
 
 
 def _reference(inputs: Inputs, options: Options, grad: Tensor) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ kernel; a pointer that is None is an input that the call does not have.
 from tra.ops.threshold_relative.triton.kernels.backward import backward_key, backward_query, list_visitors
 from tra.ops.threshold_relative.triton.kernels.decode import decode_part, join_parts
 from tra.ops.threshold_relative.triton.kernels.forward import forward, pack_rows
-from tra.ops.threshold_relative.triton.kernels.prologue import look_at_keys, look_at_rows
+from tra.ops.threshold_relative.triton.kernels.prologue import look_at_keys, look_at_masks, look_at_rows
 
 __all__ = [
     "backward_key",
@@ -20,6 +20,7 @@ __all__ = [
     "join_parts",
     "list_visitors",
     "look_at_keys",
+    "look_at_masks",
     "look_at_rows",
     "pack_rows",
 ]

@@ -5,11 +5,13 @@ import triton
 import triton.language as tl
 
 from tra.ops.threshold_relative.triton.kernels.walk import (
+    INFINITY,
     NUMBERS,
     dropout_words,
     is_finite,
     later_keys,
     load_keys,
+    load_length,
     load_rows,
     load_threshold,
     meet_keys,
@@ -45,8 +47,17 @@ def nearer_sum(x, later, EXACT: tl.constexpr):
 
 
 @triton.jit
+def reach_left_out(reach, gate, decay):
+    """The count up to which keys that are left out have gradients: there may be many of them, and rows go on until all
+    together have little. docs/exactness.md. A negative reach marks a row that is not finite."""
+    falls = gate < 0.0
+    far = tl.where(falls, tl.ceil(decay / tl.where(falls, -gate, 1.0)), INFINITY)
+    return tl.where(reach < 0.0, reach, tl.maximum(reach, far))
+
+
+@triton.jit
 def gradient_of_scores(
-    dp, score, keep, distance, visible, gate, reach, threshold, size, delta, carried, later, temperature,
+    dp, score, keep, distance, visible, gate, reach, far, threshold, size, delta, carried, later, temperature,
     LEARNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Weights, gradients of logits, and gradients of scores. These two differ by what passes the threshold: through
@@ -54,29 +65,29 @@ def gradient_of_scores(
     near = distance < reach[:, None]
     used = keep & near
     logit = score + gate[:, None] * distance - size[:, None]
-    if LEARNS:  # noqa: SIM108
-        near = near & visible
-    else:
-        near = used
-    weight = tl.where(near, tl.exp(logit), 0.0)
-    ds = tl.where(near, weight * (dp - delta[:, None]), 0.0)
+    counts = used
+    if LEARNS:
+        counts = visible & (distance < far[:, None])
+    weight = tl.where(counts, tl.exp(logit), 0.0)
+    ds = tl.where(counts, weight * (dp - delta[:, None]), 0.0)
     through = ds
     if LEARNS:
         weight, through = tl.where(used, weight, 0.0), tl.where(used, ds, 0.0)
         # The gradients of a row's logits sum to 0: those of all keys from here on are minus those of the nearer ones.
-        farther = -(carried[:, None] + nearer_sum(through, later, EXACT))
+        # Beyond the reach they sum to 0, but for the tolerance.
+        farther = tl.where(near, -(carried[:, None] + nearer_sum(through, later, EXACT)), 0.0)
         odds = tl.exp(-tl.abs((score - threshold[:, None]) / temperature))
         slope = odds / ((1.0 + odds) * (1.0 + odds) * temperature)
-        ds = tl.where(near, slope * (ds + gate[:, None] * farther), 0.0)
+        ds = tl.where(counts, slope * (ds + gate[:, None] * farther), 0.0)
     return weight, through, ds
 
 
 @triton.jit
 def walk_backward(
     dq, dg, dt, rest, mean, count, block, until,
-    q, do, gate, reach, threshold, size, delta, position, first_key, segment, low, high,
+    q, do, gate, reach, far, threshold, size, delta, position, first_key, segment, low, high,
     counts_ptr, sums_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_stride, v_stride, counts_stride, stretch, batch, keys,
-    scale, temperature, drop_below, drop_scale,
+    length, scale, temperature, drop_below, drop_scale,
     N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
     LEARNS: tl.constexpr,
@@ -85,14 +96,14 @@ def walk_backward(
     its logits, before each stretch of key blocks."""
     M: tl.constexpr = q.shape[0]
     later = later_keys(N)
-    left = rows_left(count, reach, first_key, block, N)
+    left = rows_left(count, far, first_key, block, N)
     walked = block * 0
     while (block >= until) & (left > 0):
         steps = steps_until(block, until, walked)
         for step in tl.range(0, steps):
             key, k, visible, score, keep, distance = meet_keys(
                 block - step, q, count, position, segment, later,
-                k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, scale, threshold,
+                k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, length, scale, threshold,
                 N, WIDTH, D, HAS_MASK, HAS_SEGMENTS, CAREFUL,
             )  # fmt: skip
             if CAREFUL:
@@ -102,14 +113,14 @@ def walk_backward(
             tl.store(counts_ptr + place, count.to(tl.int32), mask=enters)
             if LEARNS:
                 tl.store(sums_ptr + place, rest, mask=enters)
-            v = load_keys(v_ptr, (block - step) * N, v_stride, keys, N, VALUE_WIDTH, E)
+            v = load_keys(v_ptr, (block - step) * N, v_stride, length, N, VALUE_WIDTH, E)
             if CAREFUL:
                 v = tl.where(is_finite(v), v, 0.0)
             dp = product(do, tl.trans(v), tl.zeros([M, N], tl.float32))
             if DROPOUT:
                 dp = tl.where(survives(low, high, key, drop_below), dp * drop_scale, 0.0)
             weight, through, ds = gradient_of_scores(
-                dp, score, keep, distance, visible, gate, reach, threshold, size, delta, rest, later, temperature,
+                dp, score, keep, distance, visible, gate, reach, far, threshold, size, delta, rest, later, temperature,
                 LEARNS, q.dtype == tl.float32,
             )  # fmt: skip
             if LEARNS:
@@ -122,17 +133,17 @@ def walk_backward(
             dq = product(ds.to(k.dtype), k, dq)
         block -= steps
         walked += steps
-        left = rows_left(count, reach, first_key, block, N)
+        left = rows_left(count, far, first_key, block, N)
     return dq, dg, dt, rest, mean, count, block
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_query(
     q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, do_ptr, size_ptr, delta_ptr, dq_ptr, dg_ptr, dt_ptr,
-    range_ptr, counts_ptr, sums_ptr, order_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
+    range_ptr, counts_ptr, sums_ptr, order_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr, lengths_ptr, dirty_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     do_batch, do_head, do_row, order_stride, first_unit, first_place, places, stretch, key_heads, group, queries, keys,
-    scale, threshold, temperature, drop_below, drop_scale,
+    slots, scale, threshold, temperature, decay_left_out, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
     LEARNS: tl.constexpr,
@@ -148,10 +159,10 @@ def backward_query(
     if order_ptr is not None:
         order_ptr += unit.to(tl.int64) * order_stride
     row, present = take_rows(order_ptr, first_place + row_block * M + tl.arange(0, M), places, group * queries)
-    batch, position, q, gate, reach, limit, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
+    batch, length, position, q, gate, reach, limit, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
         unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, segment_ptr, first_ptr, seed_ptr,
-        q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, threshold,
-        M, WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
+        lengths_ptr, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, slots,
+        threshold, M, WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
     )  # fmt: skip
     do_ptr += batch * do_batch + (unit % key_heads).to(tl.int64) * group * do_head
     do = load_rows(do_ptr, row // queries, do_head, row % queries, do_row, present, VALUE_WIDTH, E)
@@ -159,6 +170,9 @@ def backward_query(
     delta = tl.load(delta_ptr + before + row, mask=present, other=0.0)
     if CAREFUL:
         do = tl.where(is_finite(do), do, 0.0)
+    far = reach
+    if LEARNS:
+        far = reach_left_out(reach, gate, decay_left_out)
 
     stretches = tl.cdiv(tl.cdiv(keys, N), stretch)
     entry = tl.program_id(1).to(tl.int64) * stretches * chunk + row_block * M + tl.arange(0, M)
@@ -173,9 +187,9 @@ def backward_query(
     tl.store(range_ptr, block)
     dq, dg, dt, rest, mean, count, block = walk_backward(
         dq, dg, dt, rest, mean, count, block, until,
-        q, do, gate, reach, limit, size, delta, position, first_key, segment, low, high,
+        q, do, gate, reach, far, limit, size, delta, position, first_key, segment, low, high,
         counts_ptr, sums_ptr, k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, chunk, stretch, batch, keys,
-        scale, temperature, drop_below, drop_scale,
+        length, scale, temperature, drop_below, drop_scale,
         N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL, LEARNS,
     )  # fmt: skip
     tl.store(range_ptr + 1, block)
@@ -217,7 +231,8 @@ def list_visitors(
 def add_rows(
     dk, dv, k, v, readable, key, in_chunk, q_ptr, gate_ptr, reach_ptr, threshold_ptr, do_ptr, size_ptr, delta_ptr,
     counts_ptr, sums_ptr, order_ptr, seed_ptr, mask_ptr, segment_ptr, later, batch, before, first_place, places,
-    q_head, q_row, do_head, do_row, group, queries, keys, scale, threshold, temperature, drop_below, drop_scale,
+    q_head, q_row, do_head, do_row, group, queries, keys, length,
+    scale, threshold, temperature, decay_left_out, drop_below, drop_scale,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
     LEARNS: tl.constexpr, SEVERAL: tl.constexpr,
@@ -226,7 +241,7 @@ def add_rows(
     M: tl.constexpr = in_chunk.shape[0]
     N: tl.constexpr = k.shape[0]
     row, present = take_rows(order_ptr, first_place + in_chunk, places, group * queries)
-    position = row % queries + keys - queries
+    position = row % queries + length - queries
     q = load_rows(q_ptr, row // queries, q_head, row % queries, q_row, present, WIDTH, D)
     do = load_rows(do_ptr, row // queries, do_head, row % queries, do_row, present, VALUE_WIDTH, E)
     gate = tl.load(gate_ptr + row, mask=present, other=0.0)
@@ -240,7 +255,7 @@ def add_rows(
         carried = tl.load(sums_ptr + in_chunk)
     segment = tl.zeros([M], tl.int32)
     if HAS_SEGMENTS:
-        segment = tl.load(segment_ptr + batch * keys + position, mask=present, other=0)
+        segment = tl.load(segment_ptr + batch * keys + position, mask=present & (position >= 0), other=0)
     low, high = row.to(tl.uint32), row.to(tl.uint32)
     if DROPOUT:
         low, high = dropout_words(seed_ptr, before + row)
@@ -257,8 +272,11 @@ def add_rows(
     if DROPOUT:
         factor = tl.where(survives(low, high, key, drop_below), drop_scale, 0.0)
         dp *= factor
+    far = reach
+    if LEARNS:
+        far = reach_left_out(reach, gate, decay_left_out)
     weight, through, ds = gradient_of_scores(
-        dp, score, keep, distance, visible, gate, reach, limit, size, delta, carried, later, temperature,
+        dp, score, keep, distance, visible, gate, reach, far, limit, size, delta, carried, later, temperature,
         LEARNS, q.dtype == tl.float32,
     )  # fmt: skip
     dv = product(tl.trans((weight * factor).to(do.dtype)), do, dv)
@@ -275,10 +293,10 @@ def add_rows(
 @triton.jit(do_not_specialize=NUMBERS)
 def backward_key(
     q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, do_ptr, size_ptr, delta_ptr, dk_ptr, dv_ptr,
-    visitors_ptr, range_ptr, counts_ptr, sums_ptr, order_ptr, mask_ptr, segment_ptr, seed_ptr, dirty_ptr,
+    visitors_ptr, range_ptr, counts_ptr, sums_ptr, order_ptr, mask_ptr, segment_ptr, seed_ptr, lengths_ptr, dirty_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     do_batch, do_head, do_row, order_stride, first_unit, first_place, places, row_blocks, walks, stretch,
-    key_heads, group, queries, keys, scale, threshold, temperature, drop_below, drop_scale,
+    key_heads, group, queries, keys, scale, threshold, temperature, decay_left_out, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
     LEARNS: tl.constexpr, ADDS: tl.constexpr, SEVERAL: tl.constexpr, WALKED: tl.constexpr,
@@ -296,6 +314,7 @@ def backward_key(
             return
     batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
     before = unit.to(tl.int64) * group * queries
+    length = load_length(lengths_ptr, batch, keys)
     k_ptr += batch * k_batch + key_head * k_head
     v_ptr += batch * v_batch + key_head * v_head
     q_ptr += batch * q_batch + key_head * group * q_head
@@ -320,8 +339,8 @@ def backward_key(
     while block >= first:
         key = block * N + tl.arange(0, N)
         there = key < keys
-        k = load_keys(k_ptr, block * N, k_row, keys, N, WIDTH, D)
-        v = load_keys(v_ptr, block * N, v_row, keys, N, VALUE_WIDTH, E)
+        k = load_keys(k_ptr, block * N, k_row, length, N, WIDTH, D)
+        v = load_keys(v_ptr, block * N, v_row, length, N, VALUE_WIDTH, E)
         readable = there & (tl.min(is_finite(k).to(tl.int32), 1) != 0)
         dk, dv = tl.zeros([N, D], tl.float32), tl.zeros([N, E], tl.float32)
         came = visitors * 0
@@ -337,7 +356,7 @@ def backward_key(
                         q_ptr, gate_ptr, reach_ptr, threshold_ptr, do_ptr, size_ptr, delta_ptr,
                         counts_ptr, sums_ptr, order_ptr, seed_ptr, mask_ptr, segment_ptr, later,
                         batch, before, first_place, places, q_head, q_row, do_head, do_row, group, queries, keys,
-                        scale, threshold, temperature, drop_below, drop_scale,
+                        length, scale, threshold, temperature, decay_left_out, drop_below, drop_scale,
                         WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL, LEARNS, SEVERAL,
                     )  # fmt: skip
             else:
@@ -346,7 +365,7 @@ def backward_key(
                     q_ptr, gate_ptr, reach_ptr, threshold_ptr, do_ptr, size_ptr, delta_ptr,
                     counts_ptr, sums_ptr, order_ptr, seed_ptr, mask_ptr, segment_ptr, later,
                     batch, before, first_place, places, q_head, q_row, do_head, do_row, group, queries, keys,
-                    scale, threshold, temperature, drop_below, drop_scale,
+                    length, scale, threshold, temperature, decay_left_out, drop_below, drop_scale,
                     WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL, LEARNS, SEVERAL,
                 )  # fmt: skip
         if not SEVERAL:

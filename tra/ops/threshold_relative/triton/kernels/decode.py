@@ -19,9 +19,9 @@ from tra.ops.threshold_relative.triton.kernels.walk import (
 @triton.jit(do_not_specialize=NUMBERS)
 def decode_part(
     q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, part_ptr, left_ptr,
-    mask_ptr, segment_ptr, first_ptr, seed_ptr,
+    mask_ptr, segment_ptr, first_ptr, seed_ptr, lengths_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, passed, blocks, parts,
-    key_heads, group, queries, keys, scale, threshold, drop_below,
+    key_heads, group, queries, keys, slots, scale, threshold, drop_below,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, LEARNS: tl.constexpr,
 ):  # fmt: skip
@@ -31,18 +31,18 @@ def decode_part(
         return
     row = tl.arange(0, M)
     present = row < group * queries
-    batch, position, q, gate, reach, limit, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
+    batch, length, position, q, gate, reach, limit, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
         unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, segment_ptr, first_ptr, seed_ptr,
-        q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, threshold,
-        M, WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
+        lengths_ptr, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, slots,
+        threshold, M, WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
     )  # fmt: skip
     total, largest, weights, count = nothing_yet(M, E)
-    block = (keys - 1) // N - passed - part * blocks
+    block = tl.cdiv(length, N) - 1 - passed - part * blocks
     until = tl.maximum(tl.min(first_key, 0) // N, block + 1 - blocks)
     total, largest, weights, count, block = walk_forward(
         total, largest, weights, count, block, until,
         q, gate, reach, limit, position, first_key, segment, low, high,
-        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, batch, keys, scale, drop_below,
+        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, batch, keys, length, scale, drop_below,
         N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True, LEARNS,
     )  # fmt: skip
     save_part(
@@ -53,9 +53,9 @@ def decode_part(
 @triton.jit(do_not_specialize=NUMBERS)
 def join_parts(
     q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, out_ptr, residual_ptr, state_ptr, part_ptr,
-    left_ptr, next_left_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr,
+    left_ptr, next_left_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr, lengths_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, passed, blocks, parts, walks,
-    key_heads, group, queries, keys, scale, threshold, drop_below, drop_scale,
+    key_heads, group, queries, keys, slots, scale, threshold, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, LEARNS: tl.constexpr,
 ):  # fmt: skip
@@ -68,13 +68,13 @@ def join_parts(
         return
     row = tl.arange(0, M)
     present = row < rows
-    batch, position, q, gate, reach, limit, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
+    batch, length, position, q, gate, reach, limit, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
         unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, segment_ptr, first_ptr, seed_ptr,
-        q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, threshold,
-        M, WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
+        lengths_ptr, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, slots,
+        threshold, M, WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
     )  # fmt: skip
     total, largest, weights, count, _block = load_part(part_ptr, unit * parts, rows, row, present, E)
-    last = (keys - 1) // N - passed
+    last = tl.cdiv(length, N) - 1 - passed
     for part in tl.range(0, walks):
         its_total, its_largest, its_weights, its_count, _block = load_part(
             part_ptr, unit * parts + part + 1, rows, row, present, E
@@ -96,7 +96,7 @@ def join_parts(
             total, largest, weights, _count, block = walk_forward(
                 total, largest, weights, count, block, until,
                 q, gate, tl.where(ends, reach, 0.0), limit, position, first_key, segment, low, high,
-                k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, batch, keys, scale, drop_below,
+                k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, batch, keys, length, scale, drop_below,
                 N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, True, False,
             )  # fmt: skip
         count += tl.where(there | ends, its_count, 0.0)

@@ -20,9 +20,9 @@ from tra.ops.threshold_relative.triton.kernels.walk import (
 @triton.jit(do_not_specialize=NUMBERS)
 def forward(
     q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, out_ptr, residual_ptr, state_ptr, part_ptr, left_ptr,
-    order_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr, dirty_ptr,
+    order_ptr, mask_ptr, segment_ptr, first_ptr, seed_ptr, lengths_ptr, dirty_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    order_stride, first_unit, lap, near, parts, key_heads, group, queries, keys,
+    order_stride, first_unit, lap, near, parts, key_heads, group, queries, keys, slots,
     scale, threshold, drop_below, drop_scale,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
@@ -46,10 +46,10 @@ def forward(
     row, present = take_rows(order_ptr, tile * M + tl.arange(0, M), places, rows)
     if tl.max(present.to(tl.int32), 0) == 0:
         return
-    batch, position, q, gate, reach, limit, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
+    batch, length, position, q, gate, reach, limit, first_key, segment, low, high, k_ptr, v_ptr = meet_rows(
         unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, segment_ptr, first_ptr, seed_ptr,
-        q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, threshold,
-        M, WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
+        lengths_ptr, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, slots,
+        threshold, M, WIDTH, D, HAS_MASK, HAS_SEGMENTS, DROPOUT,
     )  # fmt: skip
     first = tl.min(first_key, 0) // N
     if not RESUMES:
@@ -67,7 +67,7 @@ def forward(
     total, largest, weights, count, block = walk_forward(
         total, largest, weights, count, block, until,
         q, gate, reach, limit, position, first_key, segment, low, high,
-        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, batch, keys, scale, drop_below,
+        k_ptr, v_ptr, mask_ptr, segment_ptr, k_row, v_row, batch, keys, length, scale, drop_below,
         N, WIDTH, VALUE_WIDTH, D, E, HAS_MASK, HAS_SEGMENTS, DROPOUT, CAREFUL, LEARNS,
     )  # fmt: skip
     row, present = take_rows(order_ptr, tile * M + tl.arange(0, M), places, rows)

@@ -4,14 +4,22 @@ import triton
 import triton.language as tl
 
 from tra.ops.threshold_relative import reach
-from tra.ops.threshold_relative.triton.kernels.walk import INFINITY, NUMBERS, is_finite, load_keys, load_rows
+from tra.ops.threshold_relative.triton.kernels.walk import (
+    INFINITY,
+    NUMBERS,
+    is_finite,
+    load_keys,
+    load_length,
+    load_rows,
+    slot_of,
+)
 
 SLACK = tl.constexpr(reach.SLACK)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def look_at_keys(
-    k_ptr, v_ptr, mask_ptr, norm_ptr, peak_ptr, dirty_ptr,
+    k_ptr, v_ptr, mask_ptr, norm_ptr, peak_ptr, lengths_ptr, dirty_ptr,
     k_batch, k_head, k_row, v_batch, v_head, v_row, key_heads, keys,
     N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -19,10 +27,11 @@ def look_at_keys(
     each block the largest, of keys that can be kept, if they are wanted."""
     unit, block = tl.program_id(1), tl.program_id(0)
     batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
-    k = load_keys(k_ptr + batch * k_batch + key_head * k_head, block * N, k_row, keys, N, WIDTH, D)
+    length = load_length(lengths_ptr, batch, keys)
+    k = load_keys(k_ptr + batch * k_batch + key_head * k_head, block * N, k_row, length, N, WIDTH, D)
     good = tl.min(is_finite(k).to(tl.int32), 1)
     if dirty_ptr is not None:
-        v = load_keys(v_ptr + batch * v_batch + key_head * v_head, block * N, v_row, keys, N, VALUE_WIDTH, E)
+        v = load_keys(v_ptr + batch * v_batch + key_head * v_head, block * N, v_row, length, N, VALUE_WIDTH, E)
         clean = tl.minimum(tl.min(good, 0), tl.min(tl.min(is_finite(v).to(tl.int32), 1), 0))
         tl.store(dirty_ptr + unit, 1, mask=clean == 0)  # programs that race here write the same
     if norm_ptr is not None:
@@ -35,6 +44,26 @@ def look_at_keys(
         running = tl.max(tl.where(place[None, :] <= place[:, None], norm[None, :], 0.0), 1)
         tl.store(norm_ptr + unit.to(tl.int64) * keys + key, running, mask=key < keys)
         tl.store(peak_ptr + unit.to(tl.int64) * tl.num_programs(0) + block, tl.max(norm, 0))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def look_at_masks(
+    mask_ptr, segment_ptr, first_ptr, keys, slots,
+    HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The first key of a sequence that is no padding and, in slots, the first of each segment. Where segments share a
+    slot it is the first of all of them, which is before theirs: rows may walk further than they need, and end there."""
+    batch, key = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    first_ptr += batch * (slots + 1)
+    if HAS_MASK:
+        there = tl.load(mask_ptr + batch * keys + key, mask=key < keys, other=0) != 0
+        tl.atomic_min(first_ptr, tl.min(tl.where(there, key, keys), 0))
+    if HAS_SEGMENTS:
+        segment_ptr += batch * keys + key
+        segment = tl.load(segment_ptr, mask=key < keys, other=0)
+        before = tl.load(segment_ptr - 1, mask=(key > 0) & (key < keys), other=0)
+        begins = (key < keys) & ((key == 0) | (segment != before))
+        tl.atomic_min(first_ptr + 1 + slot_of(segment, slots), key, mask=begins)
 
 
 @triton.jit
@@ -56,7 +85,7 @@ def row_reach(gate, odds):
 @triton.jit(do_not_specialize=NUMBERS)
 def look_at_rows(
     q_ptr, its_gate_ptr, its_threshold_ptr, its_bound_ptr, norm_ptr, peak_ptr, gate_ptr, reach_ptr, threshold_ptr,
-    do_ptr, out_ptr, residual_ptr, state_ptr, size_ptr, delta_ptr, dirty_ptr,
+    do_ptr, out_ptr, residual_ptr, state_ptr, size_ptr, delta_ptr, lengths_ptr, dirty_ptr,
     q_batch, q_head, q_row, gate_batch, gate_head, gate_row, threshold_batch, threshold_head, threshold_row,
     bound_batch, bound_head, bound_row, do_batch, do_head, do_row, key_heads, group, queries, keys,
     scale, threshold, bound, bound_rest, odds, odds_rest,
@@ -90,8 +119,9 @@ def look_at_rows(
         largest = load_number(its_bound_ptr, batch, head, query, bound_batch, bound_head, bound_row, present)
         largest = tl.where(is_finite(largest), largest.to(tl.float64) * SLACK, INFINITY)
     elif norm_ptr is not None:
-        position = query + keys - queries
-        norm = tl.load(norm_ptr + unit.to(tl.int64) * keys + position, mask=present, other=0.0)
+        position = query + load_length(lengths_ptr, batch, keys) - queries
+        there = present & (position >= 0)
+        norm = tl.load(norm_ptr + unit.to(tl.int64) * keys + position, mask=there, other=0.0)
         # The largest norm of all blocks before a row's own.
         peak_ptr += unit.to(tl.int64) * tl.cdiv(keys, SIZE) - 1
         earlier = tl.load(peak_ptr + position // SIZE, mask=present & (position >= SIZE), other=0.0)

@@ -17,7 +17,7 @@ SECOND_MULTIPLIER = tl.constexpr(dropout.SECOND_MULTIPLIER)
 
 NUMBERS = [
     "group", "key_heads", "queries", "keys", "key_blocks", "row_blocks", "first_unit", "first_place", "places", "walks",
-    "order_stride", "lap", "near", "passed", "parts", "blocks", "stretch", "drop_below",
+    "order_stride", "lap", "near", "passed", "parts", "blocks", "stretch", "slots", "drop_below",
 ]  # fmt: skip
 """Arguments that Triton shall not specialise on: they change while tokens are generated, and each kind of number (1, a
 multiple of 16, others) would be compiled anew."""
@@ -106,6 +106,21 @@ def store_rows(ptr, place, present, tile, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
+def load_length(lengths_ptr, batch, keys):
+    """How many keys a sequence has: all that there is room for, or as many as are written there."""
+    length = keys
+    if lengths_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths_ptr + batch).to(tl.int32), 0), keys)
+    return length
+
+
+@triton.jit
+def slot_of(segment, slots):
+    """Where the first key of a segment is kept among a power of two of slots. Some segments share one."""
+    return (mix(segment.to(tl.uint32)) & (slots - 1).to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
 def load_threshold(threshold_ptr, place, present, threshold, M: tl.constexpr):
     """Of each row: its own, or that of all."""
     limit = tl.full([M], threshold, tl.float32)
@@ -169,13 +184,14 @@ def steps_until(block, until, walked):
 
 @triton.jit
 def meet_keys(
-    block, q, count, position, segment, later, k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, scale, threshold,
+    block, q, count, position, segment, later, k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, length,
+    scale, threshold,
     N: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """A block of keys, and what rows think of it. Careful means: among numbers that are not finite."""
     key = block * N + tl.arange(0, N)
-    k = load_keys(k_ptr, block * N, k_stride, keys, N, WIDTH, D)
+    k = load_keys(k_ptr, block * N, k_stride, length, N, WIDTH, D)
     visible = visibility(key, position, keys, segment, mask_ptr, segment_ptr, batch, HAS_MASK, HAS_SEGMENTS)
     if CAREFUL:
         visible = visible & (tl.min(is_finite(k).to(tl.int32), 1) != 0)[None, :]
@@ -187,7 +203,7 @@ def meet_keys(
 def walk_forward(
     total, largest, weights, count, block, until,
     q, gate, reach, threshold, position, first_key, segment, low, high,
-    k_ptr, v_ptr, mask_ptr, segment_ptr, k_stride, v_stride, batch, keys, scale, drop_below,
+    k_ptr, v_ptr, mask_ptr, segment_ptr, k_stride, v_stride, batch, keys, length, scale, drop_below,
     N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, CAREFUL: tl.constexpr,
     LEARNS: tl.constexpr,
@@ -201,7 +217,7 @@ def walk_forward(
         for step in tl.range(0, steps):
             key, _k, visible, score, keep, distance = meet_keys(
                 block - step, q, count, position, segment, later,
-                k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, scale, threshold,
+                k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, length, scale, threshold,
                 N, WIDTH, D, HAS_MASK, HAS_SEGMENTS, CAREFUL,
             )  # fmt: skip
             used = keep & (distance < reach[:, None])
@@ -215,7 +231,7 @@ def walk_forward(
             shrink = tl.exp(largest - larger)
             largest = larger
             weight = tl.exp(logit - largest[:, None])
-            v = load_keys(v_ptr, (block - step) * N, v_stride, keys, N, VALUE_WIDTH, E)  # not before it is needed
+            v = load_keys(v_ptr, (block - step) * N, v_stride, length, N, VALUE_WIDTH, E)  # not before it is needed
             if CAREFUL:
                 good = is_finite(v)
                 weight = tl.where(used & (tl.min(good.to(tl.int32), 1) == 0)[None, :], float("nan"), weight)
@@ -233,13 +249,15 @@ def walk_forward(
 @triton.jit
 def meet_rows(
     unit, row, present, q_ptr, k_ptr, v_ptr, gate_ptr, reach_ptr, threshold_ptr, segment_ptr, first_ptr, seed_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, threshold,
+    lengths_ptr, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, key_heads, group, queries, keys, slots,
+    threshold,
     M: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """What is known of rows before they walk, and where their keys and values are."""
     batch, key_head = (unit // key_heads).to(tl.int64), (unit % key_heads).to(tl.int64)
-    position = row % queries + keys - queries
+    length = load_length(lengths_ptr, batch, keys)
+    position = row % queries + length - queries
     place = unit.to(tl.int64) * group * queries + row
     q_ptr += batch * q_batch + key_head * group * q_head
     q = load_rows(q_ptr, row // queries, q_head, row % queries, q_row, present, WIDTH, D)
@@ -247,16 +265,19 @@ def meet_rows(
     reach = tl.load(reach_ptr + place, mask=present, other=0.0)
     threshold = load_threshold(threshold_ptr, place, present, threshold, M)
     first_key, segment = tl.zeros_like(position), tl.zeros_like(position)
-    if HAS_MASK or HAS_SEGMENTS:
-        first_key = tl.load(first_ptr + batch * keys + position, mask=present, other=keys)
+    if HAS_MASK:
+        first_key += tl.load(first_ptr + batch * (slots + 1))
     if HAS_SEGMENTS:
-        segment = tl.load(segment_ptr + batch * keys + position, mask=present, other=0)
+        there = present & (position >= 0)
+        segment = tl.load(segment_ptr + batch * keys + position, mask=there, other=0)
+        its_first_ptr = first_ptr + batch * (slots + 1) + 1 + slot_of(segment, slots)
+        first_key = tl.maximum(first_key, tl.load(its_first_ptr, mask=there, other=keys))
     low, high = row.to(tl.uint32), row.to(tl.uint32)
     if DROPOUT:
         low, high = dropout_words(seed_ptr, place)
     k_ptr += batch * k_batch + key_head * k_head
     v_ptr += batch * v_batch + key_head * v_head
-    return batch, position, q, gate, reach, threshold, first_key, segment, low, high, k_ptr, v_ptr
+    return batch, length, position, q, gate, reach, threshold, first_key, segment, low, high, k_ptr, v_ptr
 
 
 @triton.jit
