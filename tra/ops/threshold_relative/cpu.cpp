@@ -56,7 +56,7 @@ TraStatus forward(const TraProblem& p) {
     if (!find_norms(plan)) return kTraNoMemory;
     double work = double(p.batch * p.query_heads) * p.query_length * p.key_length * p.width;
     bool enough;
-    if (p.query_length * plan.group <= kFewRows) {
+    if (p.query_length * plan.group <= kFewRows && !p.piece) {
         work = std::min(work, single_row_work(plan));
         enough = run_team(p, p.batch * p.query_heads * p.query_length, work, [&] {
             return [&, single = SingleRow(plan)](int64_t item) mutable {
@@ -67,7 +67,8 @@ TraStatus forward(const TraProblem& p) {
     } else {
         enough = run_team(p, forward_items(plan), work, [&] { return ForwardWorker(plan); });
     }
-    return !enough ? kTraNoMemory : plan.bound_broken ? kTraBoundBroken : kTraDone;
+    if (!enough) return kTraNoMemory;
+    return plan.bound_broken ? kTraBoundBroken : plan.not_in_pieces ? kTraNotInPieces : kTraDone;
 }
 
 TraStatus backward(const TraProblem& p) {
@@ -93,6 +94,7 @@ TraStatus guarded(TraStatus (*function)(const TraProblem&), const TraProblem& pr
 }  // namespace
 
 extern "C" int TRA_ENTRY(forward)(const TraProblem* problem) { return guarded(forward, *problem); }
+extern "C" int TRA_ENTRY(span)() { return int(kSpan); }
 extern "C" int TRA_ENTRY(backward)(const TraProblem* problem) { return guarded(backward, *problem); }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tra.lookup import lookup
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options, Result
-from tra.ops.threshold_relative.registration import Operators, define
+from tra.ops.threshold_relative.registration import Operators, PieceOperators, define, define_pieces
 
 RESIDUAL = (torch.bfloat16, torch.float16)
 TYPES = (torch.float32, *RESIDUAL)
@@ -75,6 +75,12 @@ def operators() -> Operators:
     return LIBRARIES[variant]
 
 
+def piece_operators() -> PieceOperators:
+    """Those of the variant in use."""
+    assert variant is not None
+    return PIECES[variant]
+
+
 def forward(inputs: Inputs, options: Options, training: bool) -> Result:
     try:
         out, row_state, residual = operators().forward(*inputs, *options, training)
@@ -114,6 +120,9 @@ def _load(folder: Path) -> tuple[dict[str, Operators], str | None]:
         found[name] = define(name, lambda: RESIDUAL)
         if not _answers(found[name]):
             return {}, OTHER_SOURCES
+        PIECES[name] = define_pieces(name)
+        if not _has_pieces(PIECES[name]):
+            return {}, OTHER_SOURCES
     return found, None if found else NOT_BUILT
 
 
@@ -127,6 +136,14 @@ def _answers(found: Operators) -> bool:
         return False
 
 
+def _has_pieces(pieces: PieceOperators) -> bool:
+    try:
+        return pieces.span(torch.ones(1, device="cpu")) > 0
+    except RuntimeError:
+        return False
+
+
+PIECES: dict[str, PieceOperators] = {}
 LIBRARIES, unusable = _load(Path(__file__).parent)
 """The operators of the built variants that this processor runs; and if there are none, why."""
 variant = list(LIBRARIES)[-1] if LIBRARIES else None

@@ -22,16 +22,29 @@ def mix(x: Tensor) -> Tensor:
 
 
 def dropout_factor(
-    seed: Tensor, shape: tuple[int, int, int, int] | torch.Size, probability: float, dtype: torch.dtype
+    seed: Tensor,
+    shape: tuple[int, int, int, int] | torch.Size,
+    probability: float,
+    dtype: torch.dtype,
+    *,
+    first_query: int = 0,
+    all_queries: int | None = None,
+    first_key: int = 0,
 ) -> Tensor:
-    """Return [B, H, I, J]: 0 with the given probability, else 1 / (1 - probability)."""
+    """Return [B, H, I, J]: 0 with the given probability, else 1 / (1 - probability).
+
+    Of some queries and keys of a longer sequence, which has `all_queries`, it returns their part of its factors.
+    """
     batch, heads, queries, keys = shape
     low_seed, high_seed = seed & WORD, (seed >> 32) & WORD
-    row = torch.arange(batch * heads * queries, device=seed.device) & WORD
+    head_start = torch.arange(batch * heads, device=seed.device) * (queries if all_queries is None else all_queries)
+    query = torch.arange(first_query, first_query + queries, device=seed.device)
+    row = (head_start[:, None] + query).flatten() & WORD
     low = mix(mix(mix(low_seed) ^ high_seed) ^ row)[:, None]
     high = mix(mix(mix(high_seed ^ GOLDEN) ^ low_seed) ^ row)[:, None]
 
-    x = (torch.arange(keys, device=seed.device) * GOLDEN + low) & WORD
+    key = torch.arange(first_key, first_key + keys, device=seed.device)
+    x = (key * GOLDEN + low) & WORD
     x = ((x ^ (x >> 16)) * FIRST_MULTIPLIER) & WORD
     x = (((x ^ (x >> 15)) + high) * SECOND_MULTIPLIER) & WORD
     x = x ^ (x >> 16)

@@ -1,6 +1,8 @@
 // Rows in the lanes of vectors: what they carry along on their walk.
 #pragma once
 
+#include <array>
+
 #include "row.h"
 
 namespace {
@@ -63,10 +65,26 @@ struct Lanes<Mode::kBackward> : CommonLanes {
     LaneSums grad_threshold;  // straight-through,
     LaneSums mass;            // the sum of weights so far,
     LaneSums slope;           // and how the threshold's gradient changes with delta
+    std::array<LaneSums*, 6> sums() { return {&grad_gate, &grad_sum, &mean, &grad_threshold, &mass, &slope}; }
     void settle() {
-        for (LaneSums* sums : {&grad_gate, &grad_sum, &mean, &grad_threshold, &mass, &slope}) sums->settle();
+        for (LaneSums* each : sums()) each->settle();
     }
 };
+
+// What a row hands over from one piece of the sequence to the next. Pieces end where spans do, so that sums over spans are
+// in their totals.
+inline std::array<float*, 5> carried(Lanes<Mode::kForward>& lanes) {
+    return {lanes.count, lanes.largest_score, lanes.poison, lanes.sum.total, lanes.sum.lost};
+}
+inline std::array<float*, 13> carried(Lanes<Mode::kBackward>& lanes) {
+    std::array<float*, 13> found = {lanes.count};
+    int at = 1;
+    for (LaneSums* sums : lanes.sums()) {
+        found[at++] = sums->total;
+        found[at++] = sums->lost;
+    }
+    return found;
+}
 
 inline const float* end_of_walk(const CommonLanes& lanes) { return lanes.limit; }
 inline const float* end_of_walk(const Lanes<Mode::kBackward>& lanes) { return lanes.reach; }

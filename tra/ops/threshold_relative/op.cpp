@@ -74,6 +74,7 @@ TraTensor view(const Maybe& tensor) { return tensor ? view(*tensor) : TraTensor{
 // A call as the kernel reads it, and the tensors that it was converted from, which must outlive it.
 struct Call {
     TraProblem problem = {};
+    TraPiece piece = {};
     Tensor gate;
     Maybe threshold, bound;
     std::vector<int32_t> segments;
@@ -109,6 +110,8 @@ struct Call {
         p.key_heads = key.size(1);
         p.key_length = key.size(2);
         p.value_width = value.size(3);
+        p.first_position = p.key_length - p.query_length;
+        p.all_keys = p.key_length;
         if (segment_ids) read_segments(*segment_ids);
         if (key_lengths) read_lengths(*key_lengths);
         p.dropout = dropout;
@@ -122,6 +125,26 @@ struct Call {
         p.threads = int32_t(torch::stable::get_num_threads());
         p.parallel = forked ? nullptr : run_together;
     }
+
+    // The keys are a piece of a sequence of `all_keys`.
+    void take_piece(const Tensor& state, const Maybe& row_segments, const Maybe& row_starts, int64_t first_query,
+                    int64_t all_queries, int64_t first_key, int64_t all_keys) {
+        TraProblem& p = problem;
+        if (state.size(3) != state_size(p.grad_output.data)) throw std::runtime_error("state must have another size");
+        if (!p.row_bound.data && p.score_bound < 0)
+            throw std::runtime_error("score_bound must be given: a piece does not know the keys of the others");
+        p.first_position = first_query + all_keys - all_queries - first_key;
+        p.all_keys = all_keys;
+        piece.state = static_cast<float*>(state.data_ptr());
+        piece.state_size = state.size(3);
+        piece.first_key = first_key;
+        piece.first_query = first_query;
+        piece.query_count = all_queries;
+        if (row_segments) piece.row_segment = static_cast<const int32_t*>(row_segments->data_ptr());
+        if (row_starts) piece.row_start = static_cast<const int32_t*>(row_starts->data_ptr());
+        p.piece = &piece;
+    }
+    int64_t state_size(bool backward) const { return backward ? 14 + 2 * problem.width : 6 + 2 * problem.value_width; }
 
     void read_segments(const Tensor& ids) {
         TraProblem& p = problem;
@@ -192,6 +215,9 @@ struct Call {
             case kTraBoundBroken:
                 throw std::runtime_error("score_bound must bound the absolute scores of all kept keys, got " +
                                          (bound ? "a tensor" : shortest(problem.score_bound)) + " and a larger score");
+            case kTraNotInPieces:
+                throw std::runtime_error("score_bound must be finite and values must not overflow when they are summed, "
+                                         "or rows cannot be walked in pieces");
             default: throw std::runtime_error("threshold_relative_attention: the CPU kernel ran out of memory");
         }
     }
@@ -266,6 +292,56 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     return {grad_query, grad_key, grad_value, as_type(grad_gate, log_gate.scalar_type()), grad_threshold};
 }
 
+// One piece of forward: rows that end in it are written to `out`, `row_state` and `residual`.
+void forward_piece(
+    const Tensor& state, const Tensor& out, const Tensor& row_state, const Tensor& residual, const Maybe& row_segments,
+    const Maybe& row_starts, int64_t first_query, int64_t all_queries, int64_t first_key, int64_t all_keys,
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
+    const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
+    double scale, double threshold, double straight_through, double dropout, double tolerance,
+    std::optional<double> score_bound) {
+    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
+              threshold, straight_through, dropout, tolerance, score_bound);
+    call.check_gate();
+    call.take_piece(state, row_segments, row_starts, first_query, all_queries, first_key, all_keys);
+    TraProblem& p = call.problem;
+    p.output = view(out);
+    p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
+    if (residual.dim() == 4) p.residual = view(residual);
+    call.run(TRA_ENTRY(forward));
+}
+
+// The same of backward, with the gradients of the piece's keys and values.
+std::tuple<Tensor, Tensor> backward_piece(
+    const Tensor& state, const Tensor& grad_query, const Tensor& grad_gate, const Maybe& grad_threshold,
+    const Tensor& center, const Tensor& grad_out, const Tensor& out, const Tensor& row_state, const Tensor& residual,
+    const Maybe& row_segments, const Maybe& row_starts, int64_t first_query, int64_t all_queries, int64_t first_key,
+    int64_t all_keys, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate,
+    const Maybe& key_mask, const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold,
+    const Maybe& row_bound, double scale, double threshold, double straight_through, double dropout, double tolerance,
+    std::optional<double> score_bound) {
+    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
+              threshold, straight_through, dropout, tolerance, score_bound);
+    TraProblem& p = call.problem;
+    p.output = view(out);
+    p.grad_output = view(grad_out);
+    p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
+    if (residual.dim() == 4) p.residual = view(residual);
+    call.take_piece(state, row_segments, row_starts, first_query, all_queries, first_key, all_keys);
+    call.piece.center = static_cast<const float*>(center.data_ptr());
+    p.grad_query = view(grad_query);
+    p.grad_log_gate = view(grad_gate);
+    p.grad_threshold = view(grad_threshold);
+    Tensor grad_key = new_like(key, key.scalar_type()), grad_value = new_like(value, value.scalar_type());
+    p.grad_key = view(grad_key);
+    p.grad_value = view(grad_value);
+    call.run(TRA_ENTRY(backward));
+    return {grad_key, grad_value};
+}
+
+// Dispatched by its argument, of which nothing is read.
+int64_t span(const Tensor&) { return TRA_ENTRY(span)(); }
+
 }  // namespace
 
 #define TRA_TEXT_(name) #name
@@ -275,4 +351,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 STABLE_TORCH_LIBRARY_IMPL(tra, CPU, library) {
     library.impl(TRA_OPERATOR, TORCH_BOX(&forward));
     library.impl(TRA_OPERATOR "_backward", TORCH_BOX(&backward));
+    library.impl(TRA_OPERATOR "_piece", TORCH_BOX(&forward_piece));
+    library.impl(TRA_OPERATOR "_piece_backward", TORCH_BOX(&backward_piece));
+    library.impl(TRA_OPERATOR "_span", TORCH_BOX(&span));
 }

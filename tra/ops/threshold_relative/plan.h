@@ -121,7 +121,7 @@ double decay_needed(const TraProblem& p, const Scores& scores, double tolerance)
 double decay_needed_left_out(const TraProblem& p) {
     double tolerance = p.tolerance * (1 - p.dropout);
     if (!(tolerance > 0)) return kInfinity;
-    return std::max(std::log(double(p.key_length) / (2 * double(p.straight_through) * tolerance)), 0.0) * (1 + 1e-9);
+    return std::max(std::log(double(p.all_keys) / (2 * double(p.straight_through) * tolerance)), 0.0) * (1 + 1e-9);
 }
 
 // The count at which a row has decayed that much.
@@ -144,6 +144,7 @@ struct Plan {
     double decay_left_out;               // decay_needed_left_out()
     bool all_safe;                       // no row needs a first walk
     mutable std::atomic<bool> bound_broken{false};  // one had a larger one
+    mutable std::atomic<bool> not_in_pieces{false}; // a row of a piece needs all its keys at once
     std::vector<float> largest_norm;     // [batch, key head, key]: over this key and all before it
     std::vector<float> center;           // backward: [batch, key head, component], about the mean of the values
     std::vector<int32_t> segment_start;  // [batch, key]: the first key of the same document
@@ -166,7 +167,7 @@ struct Plan {
         decay_behind = decay_needed(p, scores, behind_tolerance());
         decay_left_out = decay_needed_left_out(p);
         all_safe = same_scores ? scores.spread() <= kSafeSpread : has_bounds() && every_row_is_safe();
-        if (p.segment_ids) find_segments();
+        if (p.segment_ids && !p.piece) find_segments();
         if (p.key_mask) find_spans();
         if (!has_bounds()) largest_norm.resize(p.batch * p.key_heads * p.key_length);
     }
@@ -196,6 +197,13 @@ struct Plan {
         return true;
     }
 
+    // Where dropout finds a key and a row: their places in the whole sequence.
+    uint32_t key_word(int64_t key) const { return uint32_t(key + (problem.piece ? problem.piece->first_key : 0)); }
+    uint32_t row_word(int64_t batch, int64_t head, int64_t query) const {
+        const TraProblem& p = problem;
+        const int64_t queries = p.piece ? p.piece->query_count : p.query_length;
+        return uint32_t((batch * p.query_heads + head) * queries + query + (p.piece ? p.piece->first_query : 0));
+    }
     bool valid(int64_t batch, int64_t key) const {
         const TraProblem& p = problem;
         return !p.key_mask || p.key_mask[batch * p.key_mask_stride[0] + key * p.key_mask_stride[1]];
@@ -310,8 +318,10 @@ struct Plan {
     void find_centers() {
         constexpr int64_t kSample = 16;
         const TraProblem& p = problem;
-        center.assign(p.batch * p.key_heads * p.value_width, 0.0f);
+        const int64_t size = p.batch * p.key_heads * p.value_width;
+        center.assign(size, 0.0f);
         if (p.dropout > 0) return;
+        if (p.piece) return center.assign(p.piece->center, p.piece->center + size);
         Components row;
         for (int64_t head = 0; head < p.batch * p.key_heads; head++) {
             double sum[kWidest] = {};

@@ -4,6 +4,7 @@ Each implementation is an operator of its own, with one more for its backward, a
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,41 @@ def define(name: str, residual_dtypes: Callable[[], Collection[torch.dtype]]) ->
         lib=LIBRARY,
     )
     return operators
+
+
+class PieceOperators(NamedTuple):
+    """A piece of the sequence after another, from near to far; `pieces` says what they are handed."""
+
+    forward: Callable[..., None]
+    """state, out, row_state, residual, place, arguments -> nothing: rows that end are written"""
+    backward: Callable[..., tuple[Tensor, Tensor]]
+    """state, gradients of query, log_gate and row_threshold, center, grad_out, out, row_state, residual, place,
+    arguments -> gradients of the piece's keys and values"""
+    span: Callable[[Tensor], int]
+    """Any tensor on the CPU -> pieces begin where so many keys that are no padding come before, or a multiple"""
+
+
+def define_pieces(name: str) -> PieceOperators:
+    """Define ``tra::threshold_relative_attention_{name}_piece``, its backward and its span. They write to what they are
+    given, and serve neither autograd nor compilation."""
+    place = (
+        "Tensor? row_segments, Tensor? row_starts, int first_query, int all_queries, int first_key, int all_keys, "
+        + ARGUMENTS
+    )
+    full = f"threshold_relative_attention_{name}"
+    LIBRARY.define(
+        f"{full}_piece(Tensor(a!) state, Tensor(b!) out, Tensor(c!) row_state, Tensor(d!) residual, {place}) -> ()"
+    )
+    LIBRARY.define(
+        f"{full}_piece_backward(Tensor(a!) state, Tensor(b!) grad_query, Tensor(c!) grad_gate, "
+        "Tensor(d!)? grad_threshold, Tensor center, Tensor grad_out, Tensor out, Tensor row_state, Tensor residual, "
+        f"{place}) -> (Tensor, Tensor)"
+    )
+    LIBRARY.define(f"{full}_span(Tensor any) -> int")
+    find = partial(getattr, torch.ops.tra)
+    return PieceOperators(
+        find(f"{full}_piece").default, find(f"{full}_piece_backward").default, find(f"{full}_span").default
+    )
 
 
 def save_for_backward(ctx: Any, arguments: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -10,7 +10,8 @@ constexpr int64_t kFewRows = 4;
 
 struct Row {
     int64_t batch, head, query;  // indices
-    int32_t position, segment = 0, first_key = 0;
+    int32_t position, segment = 0;
+    int32_t first_key = 0;      // of its document; negative: in a piece farther away
     float gate;
     float threshold = 0;        // kept scores are greater
     float largest_score = 0;    // and by the caller's word not greater than this
@@ -20,6 +21,7 @@ struct Row {
     float offset = 0;           // subtracted from its logits,
     bool safe = true;           // unless a first walk must find a better one
     TraRowState* state;
+    float* carried;             // its state of TraPiece; null: the row has all its keys in this call
     uint32_t random_low = 0, random_high = 0;  // words of the dropout generator
 };
 
@@ -32,8 +34,9 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
     row.batch = batch;
     row.head = head;
     row.query = query;
-    row.position = int32_t(query + p.key_length - p.query_length);
+    row.position = int32_t(query + p.first_position);
     row.state = p.row_state + index;
+    row.carried = p.piece ? p.piece->state + index * p.piece->state_size : nullptr;
     row.gate = plan.number(p.log_gate, batch, head, query);
     Scores scores = plan.same_scores ? plan.scores : plan.scores_of(batch, head, query);
     row.threshold = scores.threshold;
@@ -57,12 +60,19 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
         row.limit_behind = count_after(behind, row.gate);
         row.limit_left_out = count_after(plan.decay_left_out, row.gate);
     }
-    row.segment = plan.segment(batch, row.position);
-    row.first_key = p.segment_ids ? plan.segment_start[batch * p.key_length + row.position] : 0;
+    if (p.piece) {
+        const int64_t at = batch * p.query_length + query;
+        row.segment = p.piece->row_segment ? p.piece->row_segment[at] : 0;
+        row.first_key = int32_t((p.piece->row_segment ? p.piece->row_start[at] : 0) - p.piece->first_key);
+    } else {
+        row.segment = plan.segment(batch, row.position);
+        row.first_key = p.segment_ids ? plan.segment_start[batch * p.key_length + row.position] : 0;
+    }
     if (p.dropout > 0) {
         uint32_t seed_low = uint32_t(p.seed), seed_high = uint32_t(p.seed >> 32);
-        row.random_low = mix(mix(mix(seed_low) ^ seed_high) ^ uint32_t(index));
-        row.random_high = mix(mix(mix(seed_high ^ 0x9e3779b9u) ^ seed_low) ^ uint32_t(index));
+        const uint32_t word = plan.row_word(batch, head, query);
+        row.random_low = mix(mix(mix(seed_low) ^ seed_high) ^ word);
+        row.random_high = mix(mix(mix(seed_high ^ 0x9e3779b9u) ^ seed_low) ^ word);
     }
     return true;
 }
@@ -294,7 +304,7 @@ class SingleRow {
             const float* value = plan_.look(p.value, row.batch, key_head, kept_[c], width, room);
             if (!all_finite(value, width)) return false;
             if (plan_.drop_below &&
-                random_bits(uint32_t(kept_[c]), row.random_low, row.random_high) < plan_.drop_below)
+                random_bits(plan_.key_word(kept_[c]), row.random_low, row.random_high) < plan_.drop_below)
                 continue;
             for (int64_t d = 0; d < width; d++) block[d] = multiply_add(weight, value[d], block[d]);
         }

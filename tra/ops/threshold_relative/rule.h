@@ -26,7 +26,7 @@ inline Floats bounded_exponential(Floats logit) {
 }
 // Whether dropout leaves a key's weight.
 inline Truth stays(const Plan& plan, int32_t key, Words random_low, Words random_high) {
-    return at_least(random_bits(uint32_t(key), random_low, random_high), splat(plan.drop_below));
+    return at_least(random_bits(plan.key_word(key), random_low, random_high), splat(plan.drop_below));
 }
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 

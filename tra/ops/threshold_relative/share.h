@@ -39,7 +39,7 @@ struct ForwardWorker {
         int64_t blocks = (p.query_length + size - 1) / size;
         int64_t block = blocks - 1 - item / heads, head = item % heads;
         int64_t begin = block * size, end = std::min(p.query_length, begin + size);
-        if (!plan.all_safe)
+        if (!plan.all_safe && !p.piece)
             maximum.run(head / p.key_heads, head % p.key_heads, begin, end);
         forward.run(head / p.key_heads, head % p.key_heads, begin, end);
     }
@@ -65,9 +65,9 @@ struct BackwardShare {
         return std::max(rows / plan.group, plan.problem.query_length / kMostBackwardBlocks) + 1;
     }
     int64_t items() const { return heads * blocks; }
-    // The first key that no row before the block sees.
+    // The first key that no row before the block sees. Of a piece, all rows may come after its keys, or before them.
     int64_t first_key(int64_t block) const {
-        return block ? block * size + problem.key_length - problem.query_length : 0;
+        return block ? std::clamp<int64_t>(block * size + problem.first_position, 0, problem.key_length) : 0;
     }
 };
 

@@ -46,11 +46,11 @@ class Walk {
         next_ = end - 1;
         next_member_ = plan_.group - 1;
         last_ = begin;
-        finished_ = position_of(end);
+        finished_ = end == problem_.query_length ? problem_.key_length : keys_before(position_of(end));
         while (true) {
             if (!active_) {  // nothing to carry on: jump to the next row
                 if (next_ < last_) break;
-                tile_.low = position_of(next_) + 1;
+                tile_.low = keys_before(position_of(next_) + 1);
                 if (tile_.low <= 0) {  // it sees no key, nor do those after it
                     while (next_ >= last_) enter(0);
                     break;
@@ -81,7 +81,9 @@ class Walk {
     }
 
    private:
-    int64_t position_of(int64_t query) const { return query + problem_.key_length - problem_.query_length; }
+    int64_t position_of(int64_t query) const { return query + problem_.first_position; }
+    // Of a piece, rows may come after the last key.
+    int64_t keys_before(int64_t position) const { return std::min(position, problem_.key_length); }
     int64_t choose_next_low() {
         if (!tile_.low) return next_low_ = 0;
         bool large = !(problem_.tolerance > 0) || active_ > kManyRows;
@@ -127,6 +129,12 @@ class Walk {
             next_--;
         }
         float inverse = 0;
+        if (row.carried) {
+            // Nothing is written for a row that is done, nor for one that begins in a piece farther away.
+            if (*row.carried != 0 || (fine && row.position < 0)) return;
+            *row.carried = 1;  // until it is suspended
+            if (!row.safe) plan_.not_in_pieces = true;
+        }
         if (kMode == Mode::kMaximum) {
             if (!fine || row.safe) return;
         } else if (kMode == Mode::kForward) {
@@ -151,7 +159,7 @@ class Walk {
         lanes.offset[lane] = offset;
         lanes.position[lane] = row.position;
         lanes.segment[lane] = row.segment;
-        lanes.first_key[lane] = row.first_key;
+        lanes.first_key[lane] = std::max(row.first_key, 0);
         lanes.random_low[lane] = row.random_low;
         lanes.random_high[lane] = row.random_high;
         if constexpr (kMode == Mode::kMaximum) lanes.largest[lane] = -kInfinity;
@@ -173,6 +181,36 @@ class Walk {
             std::memcpy(base + grad_rows_at_ + lane * plan_.value_lanes, grad, problem_.value_width * 4);
             order_.push_back(int64_t(group) * kLanes + lane);
         }
+        if constexpr (kMode != Mode::kMaximum)
+            if (row.carried) resume(groups_[group], base, lane);
+    }
+
+    // A row goes on with what it carried from the piece before.
+    void resume(Group<kMode>& group, float* base, int lane) {
+        const float* from = group.row[lane].carried + 1;
+        for (float* lanes : carried(group.lanes)) lanes[lane] = *from++;
+        for (int64_t part : {total_at_, lost_at_}) {
+            float* to = base + part + lane * result_width_;
+            std::memset(to, 0, result_width_ * sizeof(float));
+            std::memcpy(to, from, carried_width() * sizeof(float));
+            from += carried_width();
+        }
+        group.settled |= uint64_t(1) << lane;
+    }
+    // At the end of the piece.
+    void suspend(Group<kMode>& group, const float* base, int lane) {
+        float* to = group.row[lane].carried;
+        *to++ = 0;
+        for (const float* lanes : carried(group.lanes)) *to++ = lanes[lane];
+        for (int64_t part : {total_at_, lost_at_}) {
+            std::memcpy(to, base + part + lane * result_width_, carried_width() * sizeof(float));
+            to += carried_width();
+        }
+    }
+    int64_t carried_width() const { return kMode == Mode::kBackward ? problem_.width : problem_.value_width; }
+    bool goes_on(const Group<kMode>& group, int lane) const {
+        return group.row[lane].carried && group.row[lane].first_key < 0 &&
+               group.lanes.count[lane] < end_of_walk(group.lanes)[lane];
     }
 
     void expect_row(int64_t head, int64_t query) {
@@ -492,13 +530,21 @@ class Walk {
     void leave(size_t group, int lane) {
         const Lanes<kMode>& lanes = groups_[group].lanes;
         const Row& row = groups_[group].row[lane];
+        if constexpr (kMode != Mode::kMaximum) {
+            if (goes_on(groups_[group], lane)) {
+                suspend(groups_[group], data(group), lane);
+                groups_[group].release(lane);
+                active_--;
+                return;
+            }
+        }
         float* sums = result(groups_[group], data(group), lane);
         if constexpr (kMode == Mode::kMaximum) {
             row.state->offset = lanes.count[lane] > 0 ? lanes.largest[lane] : 0;
         } else if constexpr (kMode == Mode::kForward) {
             if (std::isnan(lanes.poison[lane])) spoil_forward(plan_, row);
             else if (!finish_forward(plan_, row, lanes.offset[lane], lanes.sum.result(lane), lanes.largest_score[lane], sums))
-                SingleRow(plan_).run(row.batch, row.head, row.query);
+                row.carried ? void(plan_.not_in_pieces = true) : SingleRow(plan_).run(row.batch, row.head, row.query);
         } else {
             // Gradients of the scores sum to 0 but for an error in delta, which shifts all of them in proportion to
             // their weights: what it does to sums over all of them is taken back.
