@@ -1,5 +1,6 @@
 """A walk over pieces of the sequence has the bits of one call, wherever the sequence is cut."""
 
+import itertools
 import random
 from typing import Any
 
@@ -64,9 +65,7 @@ class Sequence:
             self.segments = torch.searchsorted(self.segments, torch.arange(length).expand(batch, -1).contiguous()).int()
         seed_tensor = torch.tensor([12345]) if dropout else None
         row_threshold = normal(batch, heads, length) * 0.3 if thresholds else None
-        self.inputs = Inputs(
-            query, key, value, log_gate, self.mask, self.segments, seed_tensor, row_threshold, None
-        )
+        self.inputs = Inputs(query, key, value, log_gate, self.mask, self.segments, seed_tensor, row_threshold, None)
         self.options = Options(width**-0.5, 0.1, straight_through, dropout, tolerance, 9.0)
         self.grad = normal(batch, heads, length, value_width)
         self.length = length
@@ -96,7 +95,7 @@ class Sequence:
 
     def pieces(self, cuts: list[int], end: int) -> list[Piece]:
         edges = [0, *sorted({cut for cut in cuts if 0 < cut < end}), end]
-        return [self.piece(low, high) for low, high in reversed(list(zip(edges, edges[1:], strict=False)))]
+        return [self.piece(low, high) for low, high in reversed(list(itertools.pairwise(edges)))]
 
     def walk(self, cuts: list[int], begin: int = 0, end: int | None = None, impl: str = "cpu") -> Result:
         end = self.length if end is None else end
@@ -153,20 +152,20 @@ def test_pieces_have_the_bits_of_one_call(variant: str, case: dict[str, Any], cu
     for got, expected in zip(result, whole, strict=True):
         assert got is expected is None or torch.equal(got, expected)
     gradients = cpu.backward(sequence.grad, sequence.inputs, whole, sequence.options)
-    for name, got, expected in zip(
-        gradients._fields, sequence.walk_back(result, where), gradients, strict=True
-    ):
+    for name, got, expected in zip(gradients._fields, sequence.walk_back(result, where), gradients, strict=True):
         assert got is expected is None or torch.equal(got, expected), name
 
 
-@pytest.mark.parametrize("case", [{}, {"padding": True, "documents": 3, "dropout": 0.1, "straight_through": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "case", [{}, {"padding": True, "documents": 3, "dropout": 0.1, "straight_through": 0.5}], ids=str
+)
 def test_some_rows_have_the_bits_that_they_have_among_all(case: dict[str, Any]) -> None:
     sequence = Sequence(611, **case)
     whole = cpu.forward(sequence.inputs, sequence.options, True)
     gradients = cpu.backward(sequence.grad, sequence.inputs, whole, sequence.options)
     key_parts, value_parts = [], []
     edges = [0, 101, 102, 450, 611]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         result = sequence.walk(edges, begin, end)
         assert torch.equal(result.out, whole.out[:, :, begin:end])
         query, key, value, gate, _ = sequence.walk_back(result, edges, begin, end)
@@ -199,7 +198,8 @@ def test_rows_that_are_done_read_no_more_keys() -> None:
     walk.visit(sequence.piece(3400, 4000))
     assert not walk.done
     walk.visit(sequence.piece(2800, 3400))
-    assert walk.done and walk.unfinished == 0
+    assert walk.done
+    assert walk.unfinished == 0
     whole = cpu.forward(sequence.inputs, sequence.options, False)
     assert torch.equal(walk.result().out, whole.out[:, :, 3500:])
 
@@ -259,9 +259,11 @@ def test_what_cannot_be_walked_in_pieces_is_an_error() -> None:
 def test_pieces_wait_until_a_span_is_whole() -> None:
     order, sequence = PiecesInOrder(8), Sequence(30)
     call, _ = order.next_call(sequence.piece(21, 30))
-    assert call is not None and (call.start, len(call)) == (24, 6)
+    assert call is not None
+    assert (call.start, len(call)) == (24, 6)
     assert order.next_call(sequence.piece(18, 21))[0] is None
     call, parts = order.next_call(sequence.piece(5, 18))
-    assert call is not None and (call.start, len(call)) == (8, 16)
+    assert call is not None
+    assert (call.start, len(call)) == (8, 16)
     assert [(part.start, len(part)) for part in parts] == [(8, 10), (18, 3), (21, 3)]
     assert torch.equal(call.key, sequence.inputs.key[:, :, 8:24])

@@ -1,4 +1,4 @@
-"""The operator over a sequence whose keys come in pieces, from near to far: what lies elsewhere, or would not fit at once.
+"""The operator over a sequence whose keys come in pieces, from near to far.
 
 A row needs nothing of the keys behind it but what it has summed up and counted, so its walk can stop at any key and go
 on when the next ones are at hand, here or in another process. A row that is done asks for no more of them.
@@ -365,7 +365,8 @@ class BackwardWalk:
             self.done = bool((self._state[..., 0] != 0).all())
         at = 0
         for part in parts:
-            assert part.grad_key is not None and part.grad_value is not None
+            assert part.grad_key is not None
+            assert part.grad_value is not None
             part.grad_key += grad_key[:, :, at : at + len(part)]
             part.grad_value += grad_value[:, :, at : at + len(part)]
             at += len(part)
@@ -374,12 +375,14 @@ class BackwardWalk:
         if not self.done:
             raise ValueError("every row must be done: pieces are missing")
         inputs = self.rows.inputs
-        found = (self._grad_query, self._grad_gate, self._grad_threshold)
+        query, gate, threshold = self._grad_query, self._grad_gate, self._grad_threshold
         if self.impl == "reference":
-            found = self._reference.result(self.rows.options)
-        passes = inputs.row_threshold is not None and self.rows.options.straight_through > 0.0
-        threshold = found[2].to(inputs.row_threshold.dtype) if passes else None
-        return RowGradients(found[0].to(inputs.query.dtype), found[1].to(inputs.log_gate.dtype), threshold)
+            query, gate, threshold = self._reference.result(self.rows.options)
+        if threshold is not None and inputs.row_threshold is not None and self.rows.options.straight_through > 0.0:
+            threshold = threshold.to(inputs.row_threshold.dtype)
+        else:
+            threshold = None
+        return RowGradients(query.to(inputs.query.dtype), gate.to(inputs.log_gate.dtype), threshold)
 
 
 SAMPLE = 16
@@ -391,7 +394,7 @@ def first_values(value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor
     ``[B, Hkv]``: what :func:`value_center` needs of each piece of a sequence."""
     batch, heads, count, width = value.shape
     wide = torch.promote_types(value.dtype, torch.float32)
-    found, number = value.new_zeros(batch, heads, SAMPLE, width, dtype=wide), value.new_zeros(batch, heads).long()
+    found = value.new_zeros(batch, heads, SAMPLE, width, dtype=wide)
     # Padding and what is not finite are rare: a few more than are wanted will do nearly always.
     end = 2 * SAMPLE
     while True:
@@ -412,8 +415,13 @@ def first_values(value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def value_center(found: list[tuple[Tensor, Tensor]], dropout: float = 0.0) -> Tensor:
-    """``[B, Hkv, Dv]``: about the mean of the values of a sequence, from :func:`first_values` of all its pieces in the
-    order of the sequence. Backward takes it away, because what all values have in common cancels, but not its rounding."""
+    """``[B, Hkv, Dv]``: about the mean of the values of a sequence. Backward takes it away from them, because what all
+    values have in common cancels, but not its rounding.
+
+    Args:
+        found: :func:`first_values` of all pieces, in the order of the sequence.
+        dropout: with which nothing cancels.
+    """
     first, _ = found[0]
     total, number = torch.zeros_like(first[:, :, 0], dtype=torch.float64), torch.zeros_like(found[0][1])
     if dropout > 0.0:

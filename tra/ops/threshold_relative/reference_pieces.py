@@ -1,7 +1,7 @@
 """The mathematics of a walk in pieces in plain PyTorch: what a row carries from one piece of keys to the next.
 
-Like the reference it visits every key. Shapes: B batch, H query heads, I queries, J keys of the piece, D key width, E value
-width.
+Like the reference it visits every key. Shapes: B batch, H query heads, I queries, J keys of the piece, D key width,
+E value width.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class RowSums(NamedTuple):
     """logit of a kept key"""
     largest_visible: Tensor
     """logit of any visible key, as long as none is kept"""
-    count: Tensor
+    counted: Tensor
     spoilt: Tensor
     done: Tensor
 
@@ -101,7 +101,7 @@ def meet(inputs: Inputs, options: Options, count: Tensor, place: Place) -> Meeti
 
 
 def forward_piece(inputs: Inputs, options: Options, sums: RowSums, place: Place) -> RowSums:
-    met = meet(inputs, options, sums.count, place)
+    met = meet(inputs, options, sums.counted, place)
     logits = met.logits.masked_fill(~met.keep, -torch.inf)
     largest = torch.maximum(sums.largest, logits.amax(-1))
     weights = (logits - largest[..., None]).exp()
@@ -117,7 +117,7 @@ def forward_piece(inputs: Inputs, options: Options, sums: RowSums, place: Place)
         sums.total * fading + weights.sum(-1),
         largest,
         torch.maximum(sums.largest_visible, met.logits.masked_fill(~met.visible, -torch.inf).amax(-1)),
-        sums.count + met.keep.sum(-1),
+        sums.counted + met.keep.sum(-1),
         spoilt,
         sums.done | met.ends,
     )
@@ -141,7 +141,7 @@ class RowGradientSums(NamedTuple):
     largest: Tensor
     total: Tensor
     spoilt: Tensor
-    count: Tensor
+    counted: Tensor
     behind: Tensor
     """The sum of the logits' gradients so far: that of the keys behind, but for its sign"""
     query: Tensor
@@ -164,14 +164,15 @@ class RowGradientSums(NamedTuple):
 
     def result(self, options: Options) -> tuple[Tensor, Tensor, Tensor]:
         query = (self.query * options.scale).masked_fill(self.spoilt[..., None], torch.nan)
-        return query, *(x.masked_fill(self.spoilt, torch.nan) for x in (self.log_gate, self.threshold))
+        log_gate, threshold = (x.masked_fill(self.spoilt, torch.nan) for x in (self.log_gate, self.threshold))
+        return query, log_gate, threshold
 
 
 def backward_piece(
     inputs: Inputs, options: Options, sums: RowGradientSums, place: Place
 ) -> tuple[RowGradientSums, Tensor, Tensor]:
     """The sums with this piece, and the gradients of its keys and values."""
-    met = meet(inputs, options, sums.count, place)
+    met = meet(inputs, options, sums.counted, place)
     spoilt = sums.spoilt[..., None]
     logits = met.logits.masked_fill(~met.visible | spoilt, -torch.inf)
     total = sums.total.masked_fill(sums.total == 0, 1.0)
@@ -196,7 +197,7 @@ def backward_piece(
     grad_key = ((grad_score.transpose(-1, -2) @ met.query) * options.scale).unflatten(1, groups).sum(2)
     grad_value = (dropped.transpose(-1, -2) @ sums.grad_out).unflatten(1, groups).sum(2)
     after = sums._replace(
-        count=sums.count + met.keep.sum(-1),
+        counted=sums.counted + met.keep.sum(-1),
         behind=sums.behind + grad_logits.sum(-1),
         query=sums.query + grad_score @ met.key,
         log_gate=sums.log_gate + (grad_logits * met.distance).sum(-1),
