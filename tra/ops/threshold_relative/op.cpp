@@ -130,6 +130,7 @@ struct Call {
     void take_piece(const Tensor& state, const Maybe& row_segments, const Maybe& row_starts, int64_t first_query,
                     int64_t all_queries, int64_t first_key, int64_t all_keys) {
         TraProblem& p = problem;
+        if (!lengths.empty()) throw std::runtime_error("key_lengths must not be given with pieces of a sequence");
         if (state.size(3) != state_size(p.grad_output.data)) throw std::runtime_error("state must have another size");
         if (!p.row_bound.data && p.score_bound < 0)
             throw std::runtime_error("score_bound must be given: a piece does not know the keys of the others");
@@ -199,7 +200,8 @@ struct Call {
         if (p.key_mask) p.key_mask += batch * p.key_mask_stride[0];
         if (p.segment_ids) p.segment_ids += batch * p.segment_stride[0];
         p.batch = 1;
-        p.key_length = lengths[batch];
+        p.key_length = p.all_keys = lengths[batch];
+        p.first_position = p.key_length - p.query_length;
         return p;
     }
 
@@ -298,10 +300,10 @@ void forward_piece(
     const Maybe& row_starts, int64_t first_query, int64_t all_queries, int64_t first_key, int64_t all_keys,
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
     const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
-    double scale, double threshold, double straight_through, double dropout, double tolerance,
+    const Maybe& key_lengths, double scale, double threshold, double straight_through, double dropout, double tolerance,
     std::optional<double> score_bound) {
-    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
-              threshold, straight_through, dropout, tolerance, score_bound);
+    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
+              scale, threshold, straight_through, dropout, tolerance, score_bound);
     call.check_gate();
     call.take_piece(state, row_segments, row_starts, first_query, all_queries, first_key, all_keys);
     TraProblem& p = call.problem;
@@ -318,10 +320,10 @@ std::tuple<Tensor, Tensor> backward_piece(
     const Maybe& row_segments, const Maybe& row_starts, int64_t first_query, int64_t all_queries, int64_t first_key,
     int64_t all_keys, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate,
     const Maybe& key_mask, const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold,
-    const Maybe& row_bound, double scale, double threshold, double straight_through, double dropout, double tolerance,
-    std::optional<double> score_bound) {
-    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, scale,
-              threshold, straight_through, dropout, tolerance, score_bound);
+    const Maybe& row_bound, const Maybe& key_lengths, double scale, double threshold, double straight_through,
+    double dropout, double tolerance, std::optional<double> score_bound) {
+    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
+              scale, threshold, straight_through, dropout, tolerance, score_bound);
     TraProblem& p = call.problem;
     p.output = view(out);
     p.grad_output = view(grad_out);

@@ -111,6 +111,8 @@ class Rows:
             raise ValueError(
                 f"start must leave room for {query.shape[2]} queries in a sequence of {self.length}, got {self.start}"
             )
+        if self.inputs.key_lengths is not None:
+            raise ValueError("key_lengths must be None for a sequence in pieces")
         if (self.segments is None) != (self.starts is None):
             raise ValueError("segments and starts must be given together")
         if self.inputs.row_bound is None and self.options.score_bound is None:
