@@ -1,5 +1,6 @@
-# make demo   set-up, then the demonstration         make lint     style and types
-# make test   set-up, then lint and all tests        make format   let ruff rewrite
+# make demo   what the demonstration needs is installed, then it runs (3 minutes)
+# make test   the rest is installed, then lint and all tests
+# make lint   style and types                        make format   let ruff rewrite
 # make docs   the documentation as a site in build/site, its links and its examples checked
 # make fuzz   the attacks of tests/fuzz with FUZZ_FACTOR (40) times as many inputs, new ones every time
 # make gpu-check  compile every Triton kernel for every GPU and hold them to stored ceilings (WRITE=--write stores them)
@@ -10,12 +11,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+LEAN   := $(VENV)/.ready-for-demo
 READY  := $(VENV)/.ready
 
 .PHONY: demo test lint format docs fuzz gpu-check gpu-test sanitize setup wheel
 .DEFAULT_GOAL := test
 
-demo: setup
+demo: $(LEAN)
 	$(BIN)/tra demo
 
 test: lint
@@ -82,12 +84,29 @@ sanitize: setup
 	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix tests/ops/threshold_relative/,test_semantics.py test_cpu.py test_straight_through.py) \
 	  -k "not memory"
 
+# Set-up is in two parts: what the demonstration needs, and what tests, documentation and other tools need besides.
 setup: $(READY)
 
 KERNEL := $(wildcard tra/ops/threshold_relative/*.cpp tra/ops/threshold_relative/*.h)
+PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check
+# On Linux, PyPI's torch brings gigabytes of CUDA: without a GPU its own index has one for CPUs.
+CPU_TORCH := --extra-index-url https://download.pytorch.org/whl/cpu
+ifneq ($(shell uname -s),Linux)
+  CPU_TORCH :=
+else ifneq ($(shell command -v nvidia-smi rocm-smi),)
+  CPU_TORCH :=
+endif
 
-$(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
+$(LEAN): pyproject.toml setup.py constraints.txt $(KERNEL)
+	@echo "Set-up in $(VENV), 1 of 2: PyTorch"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --quiet torch  # first: the kernel is built with it
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --quiet --editable '.[dev,ecosystem,docs]'
+	$(PIP) --no-deps $(CPU_TORCH) torch  # first: the kernel is built with it
+	@echo "Set-up in $(VENV), 2 of 2: this package, its kernel (a minute of compiling) and what the demonstration needs"
+	$(PIP) --editable '.[train]'
+	touch $@
+
+# Already installed, the package is not built again; only what its extras name is added.
+$(READY): $(LEAN)
+	@echo "Installing what tests and documentation need besides; this takes a while"
+	$(PIP) --quiet --quiet 'threshold-relative-attention[dev,ecosystem,docs]'
 	touch $@

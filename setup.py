@@ -6,6 +6,7 @@ torch or without a compiler the package installs all the same, says so, and comp
 The libraries know nothing of Python: neither their names nor the wheel's tag holds its version.
 """
 
+import os
 import platform
 import re
 import sys
@@ -73,6 +74,7 @@ class OperatorLibraries(build_ext):
         for extension in self.extensions:
             extension.include_dirs.append(str(torch / "include"))
             extension.library_dirs.append(str(torch / "lib"))
+        self.parallel = self.parallel or os.cpu_count()  # a minute of one core for each variant
         super().build_extensions()
 
     def get_ext_filename(self, fullname):

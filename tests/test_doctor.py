@@ -62,7 +62,7 @@ def test_what_is_missing_comes_with_the_line_that_installs_it(monkeypatch: pytes
         pytest.skip("the package is not installed")
     hub = found(findings, "extra hub")[0]
     assert hub.result == "missing"
-    assert hub.detail == "transformers: pip install 'threshold-relative-attention[hub]'"
+    assert hub.detail == "transformers: pip install '.[hub]' in a clone of threshold-relative-attention"
     assert found(findings, "extra train")[0].result == "ok"
 
 
@@ -90,7 +90,7 @@ def test_gpus_are_examined_and_verdicts_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert {finding.result for finding in found(findings, "GPU 0 kernels")} == {"ok"}
     assert {finding.detail for finding in found(findings, "GPU 1 kernels")} == {"decode: out is off by 9.0e-01"}
     monkeypatch.setattr(triton, "INSTALLED", False)
-    assert "pip install 'threshold-relative-attention[gpu]'" in list(doctor.gpu_kernels())[1].detail
+    assert "pip install '.[gpu]' in a clone of threshold-relative-attention" in list(doctor.gpu_kernels())[1].detail
 
 
 def test_it_runs_without_the_extras() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tra
+from tra.errors import how_to_install
 
 
 def test_import_loads_no_optional_dependency() -> None:
@@ -59,7 +60,7 @@ def test_what_is_missing_is_named_in_one_line_with_what_brings_it(missing: str, 
     done = without(missing, statement)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    said = f"No module named '{missing}': pip install 'threshold-relative-attention[{extra}]'"
+    said = f"No module named '{missing}': {how_to_install(extra)}"
     if statement.startswith("command"):
         assert lines == [f"tra: error: {said}"]
     else:

@@ -84,7 +84,7 @@ def test_what_is_wrong_is_named_when_the_config_is_made(changes: dict[str, Any],
 
 def test_a_run_is_trained_stored_and_read(tmp_path: Path) -> None:
     recipe = shrunk(RECIPES["flip-flop-small"])("rope+tra").changed({"model.attention_options.straight_through": 0.5})
-    assert recipe.folder_name == "flip-flop-small-smoke-rope+tra-straight_through=0.5-0"
+    assert recipe.folder_name() == "flip-flop-small-smoke-rope+tra-straight_through=0.5-0"
     assert recipe.model.layers == 2
     assert Recipe.from_json(recipe.to_json()) == recipe
     train(recipe, tmp_path / "run")

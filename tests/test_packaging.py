@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tra.errors import INSTALL_FROM
 from tra.version import __version__
 
 ROOT = Path(__file__).parent.parent
@@ -165,3 +166,13 @@ def test_releases_are_published_with_no_more_rights_than_they_need() -> None:
 def test_the_version_to_cite_is_that_of_the_package() -> None:
     (cited,) = (line for line in (ROOT / "CITATION.cff").read_text().splitlines() if line.startswith("version:"))
     assert cited == f"version: {__version__}"
+
+
+def test_nothing_says_that_the_package_is_published() -> None:
+    """Until it is, one constant says where to install from: `tra.errors.INSTALL_FROM`."""
+    assert INSTALL_FROM == "."
+    places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
+    for file in [*places, *(ROOT / "tra").rglob("*.py")]:
+        if file.suffix in (".md", ".py", ".ipynb"):
+            found = re.search(r"pip install (-\S+ )*\\?['\"]?threshold-relative-attention", file.read_text())
+            assert found is None, file

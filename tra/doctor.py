@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tra.environment import environment, version_of
-from tra.errors import DISTRIBUTION
+from tra.errors import DISTRIBUTION, how_to_install
 from tra.ops.threshold_relative import cpu, triton
 from tra.ops.threshold_relative.call import Inputs, Options
 from tra.ops.threshold_relative.triton import trust
@@ -94,7 +94,7 @@ def extras() -> Iterator[Finding]:
         brings = re.compile(rf"([\w-]+).*extra == [\"']{extra}[\"']")
         names = [match[1] for line in requirements if (match := brings.match(line))]
         absent = [name for name in names if find_spec(name.replace("-", "_")) is None]
-        line = f"pip install '{DISTRIBUTION}[{extra}]'"
+        line = how_to_install(extra)
         yield Finding(f"extra {extra}", "missing" if absent else "ok", f"{', '.join(absent)}: {line}" if absent else "")
 
 

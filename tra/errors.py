@@ -4,6 +4,24 @@ import importlib.metadata
 import re
 
 DISTRIBUTION = "threshold-relative-attention"
+INSTALL_FROM = "."
+"""Where the package is installed from: a clone of the project, in whose folder the command is given. Once published
+it is `DISTRIBUTION`, and nothing else need change."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs this package with an extra.
+
+    Example:
+        >>> install_command("hub")
+        "pip install '.[hub]'"
+    """
+    return f"pip install '{INSTALL_FROM}[{extra}]'"
+
+
+def how_to_install(extra: str) -> str:
+    """The same for a message that may be read anywhere."""
+    return install_command(extra) + (f" in a clone of {DISTRIBUTION}" if INSTALL_FROM == "." else "")
 
 
 class RunError(RuntimeError):
@@ -20,10 +38,9 @@ class Interrupted(KeyboardInterrupt):
 
 def not_installed(error: ModuleNotFoundError) -> ModuleNotFoundError:
     """The same error, saying which extra of this package brings the module."""
-    said = f"{DISTRIBUTION}["
-    if said in str(error):
+    if "pip install" in str(error):
         return error
-    return ModuleNotFoundError(f"{error}: pip install '{said}{_extra_of(error.name)}]'", name=error.name)
+    return ModuleNotFoundError(f"{error}: {how_to_install(_extra_of(error.name))}", name=error.name)
 
 
 def _extra_of(module: str | None) -> str:

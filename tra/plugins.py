@@ -84,6 +84,11 @@ def load_installed() -> None:
             warnings.warn(f"plug-in {entry.module} is installed and left out: {error}", stacklevel=2)
 
 
+def installed() -> bool:
+    """Whether an installed package brings a plug-in. None is imported."""
+    return bool(entry_points(group=GROUP))
+
+
 def loaded() -> tuple[str, ...]:
     """What `load` must be given in a process that is to have the same plug-ins."""
     return tuple(_paths.get(name, name) for name in _loaded)

@@ -13,13 +13,13 @@ from tra.experiments import demo
 from tra.recipes import RecipeOf
 
 
-def test_everything_is_written_for_every_seed_and_the_folder_printed_last(
+def test_everything_is_written_for_every_seed_and_the_report_named_last(
     tiny_recipe: RecipeOf, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "DEMO", replace(demo.DEMO, scales={"small": {"flip_flop": tiny_recipe}}))
     folder = tmp_path / "demo"
     shown = shows(["demo", "--output", str(folder), "--seeds", "2", "--attention", "tra,nope"], capsys)
-    assert shown.splitlines()[-1] == str(folder)
+    assert shown.splitlines()[-1] == str(folder / "report.html")
     assert "| tra | iid |" in shown
     assert "| nope | dense |" in shown
     assert "seeds without an error on any set" in shown

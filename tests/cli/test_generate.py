@@ -4,7 +4,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tests.cli.calling import Captured, fails
+from tests.cli.calling import Captured, fails, shows
 from tests.language_run import SENTENCES
 from tra import Sampling
 from tra.cli import main
 from tra.hub import TraForCausalLM
+from tra.hub import generation as hub_generation
 
 
 def test_generate_streams_text_and_prints_speed(exported: Path, capsys: Captured) -> None:
@@ -26,7 +27,7 @@ def test_generate_streams_text_and_prints_speed(exported: Path, capsys: Captured
     shown = capsys.readouterr()
     assert re.fullmatch(r"\d+ tokens read in [\d.]+ s, 9 new at [\d.]+ tokens/s\n", shown.err)
     assert main([*command, "--json"]) == 0
-    assert shown.out == "The river" + json.loads(capsys.readouterr().out)["text"] + "\n"
+    assert shown.out == "The river" + last_line(capsys)["text"] + "\n"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_folder_that_asks_for_more_is_left_to_transformers(exported: Path, tmp
         assert main(command) == 0
         shown = capsys.readouterr()
         assert main([*command, "--json"]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["text"])
+        texts.append(last_line(capsys)["text"])
         assert shown.out == f"The river{texts[-1]}\n"
         model, tokenizer = TraForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         ids = tokenizer("The river", return_tensors="pt")["input_ids"]
@@ -75,7 +76,7 @@ def test_prompt_longer_than_the_training_window_from_a_file(exported: Path, tmp_
     (tmp_path / "prompt.txt").write_text(SENTENCES * 20)
     command = ["generate", str(exported), "--prompt", f"@{tmp_path / 'prompt.txt'}", "--tokens", "3", "--json"]
     assert main([*command, "--beams", "2"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = last_line(capsys)
     assert result["prompt_tokens"] > 10 * 16
     assert result["new_tokens"] == 3
 
@@ -213,7 +214,7 @@ def test_a_run_needs_neither_its_text_nor_the_cache_any_more(
     texts = []
     for run in (tmp_path / "run", language_run):
         assert main(["generate", str(run), "--prompt", "The river", "--tokens", "5", "--json"]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["text"])
+        texts.append(last_line(capsys)["text"])
     assert texts[0] == texts[1] != ""
     assert not (tmp_path / "empty").exists()
 
@@ -222,3 +223,38 @@ def test_a_run_on_a_task_has_no_text(finished_run: Path, tmp_path: Path, capsys:
     assert main(["export", str(finished_run), str(tmp_path / "model")]) == 0
     for folder in (finished_run, tmp_path / "model"):
         assert "tokenizer" in fails(["generate", str(folder), "--prompt", "w1"], capsys)
+
+
+def last_line(capsys: Captured) -> dict[str, Any]:
+    """What --json says at its end."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_json_comes_piece_by_piece(exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """A line as soon as there is text, and the whole of it at the end."""
+    when: list[int] = []
+    original = hub_generation.written
+
+    def written(*arguments: Any, **options: Any) -> Iterator[tuple[int | None, str]]:
+        for token, piece in original(*arguments, **options):
+            when.append(len(capsys.readouterr().out.splitlines()))
+            yield token, piece
+
+    command = ["generate", str(exported), "--prompt", "The river", "--tokens", "6", "--json"]
+    assert main(command) == 0
+    *pieces, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert "".join(line["piece"] for line in pieces) == last["text"]
+    assert len(pieces) > 1
+    assert last["new_tokens"] == 6
+    monkeypatch.setattr(hub_generation, "written", written)
+    assert main(command) == 0
+    assert 1 in when[1:], "printed before the next token was made"
+
+
+def test_a_prompt_from_a_file_is_printed_if_asked_for(exported: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "prompt.txt").write_text("The river")
+    command = ["generate", str(exported), "--tokens", "3", "--prompt"]
+    whole = shows([*command, "The river"], capsys)
+    assert whole.startswith("The river")
+    assert shows([*command, f"@{tmp_path / 'prompt.txt'}"], capsys) == whole.removeprefix("The river")
+    assert shows([*command, f"@{tmp_path / 'prompt.txt'}", "--echo"], capsys) == whole

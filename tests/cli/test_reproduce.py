@@ -1,6 +1,7 @@
 """`tra reproduce`; what it does is tested with `tra.experiments`."""
 
 import json
+import re
 import shlex
 from dataclasses import fields, replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_what_the_command_asks_for_can_be_asked_for_from_python(asked: list[Requ
     words = (
         "reproduce table1 --output out --scale smoke --seeds 2 --attention tra --columns flip_flop --jobs 2 "
         "--shard 1/2 --no-train --figures svg --style ggplot --join a.json --cluster local "
-        "--cluster-options timeout_min=5"
+        "--cluster-options timeout_min=5 --steps 7 --set batch=4 model.width=8"
     )
     shows(shlex.split(words), capsys)
     reproduce(
@@ -86,6 +87,8 @@ def test_what_the_command_asks_for_can_be_asked_for_from_python(asked: list[Requ
         join=["a.json"],
         cluster="local",
         cluster_options={"timeout_min": 5},
+        steps=7,
+        set={"batch": 4, "model.width": 8},
         command=f"tra {words}",
     )
     assert asked[0] == asked[1]
@@ -180,3 +183,30 @@ def test_a_file_without_an_experiment_is_refused(tmp_path: Path, capsys: Capture
     error = fails(["reproduce", str(tmp_path / "broken_one.py")], capsys, code=1)
     assert "broken_one.py could not be loaded: NameError: name 'Experiment' is not defined" in error
     assert error.endswith("broken_one.py, line 2)")
+
+
+def test_steps_and_other_fields_of_every_recipe_can_be_set(tmp_path: Path, tiny_recipe: RecipeOf) -> None:
+    outcome = reproduce(demo.DEMO, tmp_path / "out", attention=("nope",), steps=2, set={"model.width": 8, "length": 8})
+    (cell,) = outcome.cells
+    assert (cell.recipe.steps, cell.recipe.model.width, cell.recipe.length) == (2, 8, 8)
+    assert [entry.length for entry in cell.recipe.evaluations][::3] == [8, 16], "at as many times the training length"
+
+
+def test_what_is_set_is_in_the_folders_name(asked: list[Request], capsys: Captured) -> None:
+    shown = shows(["reproduce", "table1", "--steps", "20", "--set", "model.width=8"], capsys)
+    assert shown.splitlines()[-1] == "runs/table1-small-model.width=8-steps=20"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("table1 --set seed=3", "set must leave the seed alone"),
+        ("table1 --set stepps=3", "a field of a recipe must be among .*did you mean 'steps'"),
+        ("table1 --steps 3 --set steps=4", "steps must be given once, got 3 and 4"),
+        ("table1 --steps 0", "steps must be at least 1, got 0"),
+        ("table1 --set learning_rate=0.1", "set must leave learning_rate alone: rows or tuning of this experiment"),
+    ],
+)
+def test_what_cannot_be_set_is_named(words: str, message: str, tmp_path: Path, capsys: Captured) -> None:
+    assert re.search(message, fails(["reproduce", *words.split(), "--output", str(tmp_path / "out")], capsys))
+    assert not (tmp_path / "out").exists()

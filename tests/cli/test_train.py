@@ -66,7 +66,7 @@ def test_options_of_the_mechanism(option: str, words: str, monkeypatch: pytest.M
     recipe = recipe_of(arguments, monkeypatch, capsys)
     assert recipe.model.attention_options == {"qk_norm": False, "theta": 10000.0}
     assert recipe.learning_rate == build_recipe("copy-unique-small", "rope").learning_rate
-    assert recipe.folder_name == "copy-unique-small-rope-qk_norm=False-theta=10000-0"
+    assert recipe.folder_name() == "copy-unique-small-rope-qk_norm=False-theta=10000-0"
 
 
 def test_options_of_the_task_go_over_those_of_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -204,7 +204,7 @@ def test_an_unfinished_run_goes_on_with_resume_alone(tiny_recipe: RecipeOf, tmp_
     run = begun(tiny_recipe(), tmp_path / "run")
     error = fails(["train", "flip-flop-small", "--output", str(run.folder)], capsys)
     assert error.endswith(f"already holds this run: go on with it by tra train --resume {run.folder}")
-    for option in (["--steps", "9"], ["--seed=3"], ["--model.attention-options", "qk_norm=false"], ["--output", "x"]):
+    for option in (["--batch", "9"], ["--seed=3"], ["--model.attention-options", "qk_norm=false"], ["--output", "x"]):
         error = fails(["train", "--resume", str(run.folder), *option], capsys)
         name = option[0].split("=")[0]
         assert error.startswith(f"{name} must not be given with --resume: a run goes on as it began")
@@ -228,3 +228,54 @@ def test_a_stopped_run_says_how_it_goes_on(
     assert capsys.readouterr().err == (
         "tra: stopped after 2 of 4 steps and saved a checkpoint; go on with: tra train --resume mine --plugin json\n"
     )
+
+
+def test_a_folders_name_shows_what_differs_from_the_recipe(tiny_recipe: RecipeOf, capsys: Captured) -> None:
+    words = ["flip-flop-small", "--no-measure", "--steps", "2", "--model.width", "8", "--task-options", "ignore=0.5"]
+    assert shows(["train", *words], capsys).splitlines()[-1] == "runs/flip-flop-small-tra-steps=2-ignore=0.5-width=8-0"
+    assert load_run("runs/flip-flop-small-tra-steps=2-ignore=0.5-width=8-0").recipe.steps == 2
+
+
+def test_a_folders_name_can_always_be_written() -> None:
+    usual = build_recipe("flip-flop-small")
+    name = replace(usual, init_from="runs/" + "a/b c" * 99, seed=3).folder_name(usual)
+    assert len(name) <= 160
+    assert name.endswith("-3")
+    assert "/" not in name
+    assert " " not in name
+    assert name != replace(usual, init_from="runs/" + "a/b d" * 99, seed=3).folder_name(usual)
+
+
+def test_a_run_is_extended_by_its_steps(tiny_recipe: RecipeOf, capsys: Captured) -> None:
+    shows(["train", "flip-flop-small", "--schedule", "constant", "--output", "run", "--no-measure"], capsys)
+    error = fails(["train", "flip-flop-small", "--schedule=constant", "--steps", "6", "--output", "run"], capsys)
+    assert error == "folder run holds this run with 4 steps: extend it by tra train --resume run --steps 6"
+    shows(["train", "--resume", "run", "--steps", "6", "--no-measure"], capsys)
+    assert (load_run("run").step, load_run("run").recipe.steps) == (6, 6)
+    shows(["train", "flip-flop-small", "--output", "cosine", "--no-measure"], capsys)
+    error = fails(["train", "--resume", "cosine", "--steps", "6"], capsys)
+    assert error.startswith("schedule must be 'constant' or 'wsd' for a run to be extended: with 'cosine'")
+
+
+def test_a_quick_trial_is_not_measured(
+    tiny_recipe: RecipeOf, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("tra.runs.training.measure_all", lambda *_: pytest.fail("measured"))
+    shown = shows(["train", "flip-flop-small", "--no-measure", "--output", "run"], capsys)
+    assert shown.splitlines()[-2:] == ["not measured; tra evaluate run does it", "run"]
+
+
+def test_validation_and_early_stopping_are_options(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    words = "--validate-every 50 --validation iid sparse@256:8 --watch exact_match --patience 3 --init-from some/run"
+    recipe = recipe_of(["flip-flop-small", *words.split()], monkeypatch, capsys)
+    assert (recipe.validate_every, recipe.watch, recipe.patience) == (50, "exact_match", 3)
+    assert recipe.validation == ("iid", "sparse@256:8")
+    assert recipe.init_from == "some/run"
+
+
+def test_threads_are_those_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    recipe_of(["flip-flop-small", "--threads", "3"], monkeypatch, capsys)
+    assert asked == [3]
+    assert "threads must be between 1 and 4,096, got 0" in fails(["train", "flip-flop-small", "--threads=0"], capsys)

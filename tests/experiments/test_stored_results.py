@@ -1,6 +1,8 @@
 """What docs/results holds: tuning that agrees with the settings used; README and docs that show what is stored."""
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,14 @@ SHOWN = {
     "parity 2x": ("table1", "parity", "parity", 16),
     "text 32x": ("figure2", "wikitext103", "valid", 4096),
 }
-"""What the columns of the README's table are: results, column, set and length."""
+"""What the columns of the results' summary are: results, column, set and length."""
+IN_README = {
+    "flip-flop 64x": "flip-flop 64x",
+    "key in noise 128x": "key 128x",
+    "recall 8x": "recall 8x",
+    "text 32x": "text 32x",
+}
+"""The columns of README's table, and which of those they are."""
 
 
 def rows_of(page: str, start: str) -> list[list[str]]:
@@ -100,11 +109,53 @@ def test_the_pages_of_results_show_the_tables_that_were_made(page: str, section:
     assert shown[1:] == rows_of(made[made.index(f"## {title}") :], "| attention |")[1:]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
-def test_readme_and_summary_show_what_is_stored(page: str) -> None:
+def made_cells(name: str, column: str, evaluated: str, length: int) -> dict[str, str]:
+    """The cells of a column in the table that was made, by row: mean, deviation, interval."""
+    text = column == "wikitext103"
+    page = (RESULTS / name / "table.md").read_text()
+    title = "Perplexity per token" if text else f"{column}\n"
+    lengths, *lines = rows_of(page[page.index(f"## {title}") :], "| attention |")
+    at = lengths.index(f"{length:,}" if text else f"{evaluated} {length:,}")
+    return {row[0]: row[at].strip("*") for row in lines}
+
+
+def test_the_readme_shows_what_is_stored() -> None:
+    """Mean and interval of every entry as the tables have them; the best of all that were measured is bold."""
+    page = (RESULTS.parents[1] / "README.md").read_text()
+    heading, *rows = rows_of(page, "| attention | flip-flop 64x |")
+    assert heading[1:] == list(IN_README)
+    assert len(heading) <= 5
+    assert len(rows) <= 6
+    for place, known in enumerate(IN_README.values(), start=1):
+        digits = 1 if known.startswith("text") else 2
+        cells = made_cells(*SHOWN[known])
+        numbers = {row: [float(x) for x in re.findall(r"[\d.]+", cell)] for row, cell in cells.items() if "[" in cell}
+        means = [round(found[0], digits) for found in numbers.values()]
+        best = min(means) if known.startswith("text") else max(means)
+        for row in rows:
+            mean, _, low, high = numbers[row[0]]
+            shown = f"{mean:.{digits}f}"
+            bold = f"**{shown}**" if float(shown) == best else shown
+            assert row[place] == f"{bold} [{low:.{digits}f}, {high:.{digits}f}]", (row[0], known)
+
+
+def test_the_readmes_figure_is_of_what_is_stored() -> None:
+    spec = importlib.util.spec_from_file_location("first_figure", RESULTS.parent / "first_figure.py")
+    first_figure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(first_figure)
+    points = first_figure.points()
+    assert len(points) <= 5
+    assert set(points["tra"].values()) == {1.0}
+    assert max(points["tra"]) == 1_048_576
+    for row, cell in made_cells("table1", "flip_flop", "sparse", 4096).items():
+        if row in points:
+            assert cell.startswith(f"{points[row][4096]:.2f} ± ")
+
+
+def test_the_summary_of_results_shows_what_is_stored() -> None:
     """Every entry is the mean over seeds, empty where nothing was measured, and the best are bold; below them intervals
     of the first row and of the best that is no form of TRA, and how many sequences were read."""
-    heading, *rows = rows_of((RESULTS.parents[1] / page).read_text(), "| attention | flip-flop 64x |")
+    heading, *rows = rows_of((RESULTS.parent / "results.md").read_text(), "| attention | flip-flop 64x |")
     *rows, of_first, of_rival, sequences = rows
     assert heading[1:] == list(SHOWN)
     for place, (name, column, evaluated, length) in enumerate(SHOWN.values(), start=1):
@@ -121,14 +172,10 @@ def test_readme_and_summary_show_what_is_stored(page: str) -> None:
             bold = mean is not None and round(mean, digits) == best
             shown = f"**{shown}**" if bold else shown
             unlearned = mean is not None and not text and within[cells[0]] < 0.95
-            assert cells[place] == (f"{shown} †" if unlearned else shown), (cells[0], heading[place])
+            assert cells[place] == (f"{shown} ‡" if unlearned else shown), (cells[0], heading[place])
         assert any(cells[place].startswith("**") for cells in rows), "the best is among those shown"
 
-        title = "Perplexity per token" if text else f"{column}\n"
-        made = (RESULTS / name / "table.md").read_text()
-        lengths, *lines = rows_of(made[made.index(f"## {title}") :], "| attention |")
-        at = lengths.index(f"{length:,}" if text else f"{evaluated} {length:,}")
-        cell_of = {row[0]: row[at].strip("*") for row in lines}
+        cell_of = made_cells(name, column, evaluated, length)
         rival = max((row for row in means if not row.startswith("tra")), key=lambda row: means[row])
         for row, cells in ((rows[0][0], of_first), (rival, of_rival)):
             assert cell_of[row].endswith(f" {cells[place]}"), (cells[0], heading[place], row)

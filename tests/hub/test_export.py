@@ -157,7 +157,10 @@ def test_a_tool_that_knows_a_folder_only_finds_the_package(exported: Path, tmp_p
     hidden = "import sys; sys.modules['tra'] = None\n" + LOADS.replace('assert "tra" not in sys.modules', "")
     done = in_another_process(hidden, exported, tmp_path / "none", **home)
     assert done.returncode == 1
-    assert "this model needs a package: pip install 'threshold-relative-attention[hub]'" in done.stderr.splitlines()[-1]
+    assert (
+        "this model needs a package: pip install '.[hub]' in a clone of threshold-relative-attention"
+        in done.stderr.splitlines()[-1]
+    )
 
 
 def test_a_folder_without_the_file_that_leads_here(task_run: Run, tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_a_folder_without_the_file_that_leads_here(task_run: Run, tmp_path: Path
     assert "auto_map" not in json.loads((tmp_path / "model" / "config.json").read_text())
     card = (tmp_path / "model" / "README.md").read_text()
     assert "trust_remote_code" not in card
-    assert "pip install 'threshold-relative-attention[hub]'" in card
+    assert "pip install '.[hub]'  # in a clone of threshold-relative-attention" in card
 
 
 def test_the_card_says_how_to_tune_and_to_evaluate(exported: Path) -> None:

@@ -60,19 +60,19 @@ def test_every_mechanism_has_every_recipe_and_differs_in_nothing_but_the_learnin
 def test_no_two_recipes_mechanisms_or_seeds_share_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recipe, "__post_init__", lambda recipe: None)  # names need no checks, which take their time
     names = [
-        replace(build_recipe(name, attention), seed=seed).folder_name
+        replace(build_recipe(name, attention), seed=seed).folder_name()
         for name, attention, seed in itertools.product(RECIPES, MECHANISMS, (0, 1, 11))
     ]
     assert len(set(names)) == len(names)
     assert {character for name in names for character in name} <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
-    assert build_recipe("copy-unique").folder_name == "copy-unique-tra-0"
-    assert build_recipe("copy-unique-small").folder_name == "copy-unique-small-tra-0"
+    assert build_recipe("copy-unique").folder_name() == "copy-unique-tra-0"
+    assert build_recipe("copy-unique-small").folder_name() == "copy-unique-small-tra-0"
 
 
 def test_another_option_is_another_folder() -> None:
     rope = build_recipe("flip-flop-small", "rope")
     other = rope.changed({"model.attention_options": {"theta": 10_000}})
-    assert other.folder_name == "flip-flop-small-rope-theta=10000-0" != rope.folder_name
+    assert other.folder_name() == "flip-flop-small-rope-theta=10000-0" != rope.folder_name()
 
 
 @pytest.mark.parametrize("name", RECIPES)

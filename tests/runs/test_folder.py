@@ -36,19 +36,18 @@ def test_a_run_folder_holds_what_it_promises(uninterrupted: Path) -> None:
     assert Recipe.from_json((uninterrupted / "recipe.json").read_text()) == TINY
     metrics = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in metrics] == list(range(1, 41))
-    assert set(metrics[0]) == {"step", "loss", "gradient_norm", "learning_rate"}
+    assert set(metrics[0]) == {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second"}
+    assert all(entry["tokens_per_second"] > 0 for entry in metrics)
     assert checkpoints(uninterrupted) == [36, 40]
     assert json.loads((uninterrupted / "results.json").read_text())["results"] == []
-    speeds = [json.loads(line) for line in (uninterrupted / "speed.jsonl").read_text().splitlines()]
-    assert all(entry["tokens_per_second"] > 0 for entry in speeds)
     assert {path.name for path in uninterrupted.iterdir() if path.name != ".lock"} == {
-        *("recipe.json", "environment.json", "metrics.jsonl", "speed.jsonl", "checkpoints", "results.json"),
+        *("recipe.json", "environment.json", "metrics.jsonl", "checkpoints", "results.json"),
     }
 
 
 def test_file_names_of_a_run_are_written_in_one_module_alone() -> None:
     """As strings: docstrings may speak of them. Others have a tokenizer.json, results.json and locks of their own."""
-    names = ("recipe.json", "environment.json", "metrics.jsonl", "speed.jsonl", "checkpoints", "failure.txt")
+    names = ("recipe.json", "environment.json", "metrics.jsonl", "checkpoints", "failure.txt")
     assert set(names) < {value for value in vars(folder).values() if isinstance(value, str)}
     places = {
         path.relative_to(Path(tra.__file__).parent).as_posix()
@@ -131,16 +130,15 @@ def test_steps_that_are_done_are_those_logged_whole(tmp_path: Path) -> None:
 
 def test_lines_after_the_step_that_a_run_goes_on_from_are_taken_out(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with run.logs(0) as (metrics, speed):
+    with run.log(0) as metrics:
         for step in range(1, 6):
             metrics.write({"step": step})
-            speed.write({"step": step, "tokens_per_second": 7})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6')
-    with run.logs(3) as (metrics, _):
+    with run.log(3) as metrics:
         metrics.write({"step": 4, "again": True})
     assert run.metrics() == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "again": True}]
-    with run.logs(4, active=False) as (metrics, _):
+    with run.log(4, active=False) as metrics:
         metrics.write({"step": 5})
     assert run.steps_done() == 4
 
@@ -153,12 +151,12 @@ def test_a_damaged_line_of_a_log_is_named_unless_it_will_be_written_again(tmp_pa
     lines = [f'{{"step": {step}}}\n'.encode() for step in (2, 4, 6)]
     log.write_bytes(lines[0] + damage + lines[2])
     assert run.steps_done() == 0
-    for use in (run.metrics, run.logs(4).__enter__):
+    for use in (run.metrics, lambda: run.log(4)):
         with pytest.raises(RunError, match=f"line 2 of {log} is damaged: mend it, or take it out"):
             use()
     assert log.read_bytes() == lines[0] + damage + lines[2]
     log.write_bytes(lines[0] + lines[1] + damage + lines[2])
-    with run.logs(4):
+    with run.log(4):
         pass
     assert log.read_bytes() == lines[0] + lines[1]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.tiny import TINY, begin, checkpoints, finish, started, wait_for, weights
+from tests.runs.tiny import TINY, begin, checkpoints, finish, logged, started, wait_for, weights
 
 
 def test_killed_runs_end_with_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_killed_runs_end_with_the_same_bits(uninterrupted: Path, tmp_path: Path)
     assert killed_inside_a_write
     assert "going on from" in finish(folder)
     assert weights(folder, 40) == weights(uninterrupted, 40)
-    assert (folder / "metrics.jsonl").read_bytes() == (uninterrupted / "metrics.jsonl").read_bytes()
+    assert logged(folder) == logged(uninterrupted)
     assert not list((folder / "checkpoints").glob("*.partial"))
 
 
@@ -53,7 +53,7 @@ def test_interrupt_saves_says_how_to_go_on_and_goes_on_exactly(uninterrupted: Pa
     assert "Traceback" not in err
     finish(folder)
     assert weights(folder, 40)["model.safetensors"] == weights(uninterrupted, 40)["model.safetensors"]
-    assert (folder / "metrics.jsonl").read_bytes() == (uninterrupted / "metrics.jsonl").read_bytes()
+    assert logged(folder) == logged(uninterrupted)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.runs.tiny import TINY
+from tra.recipes import Evaluation
 from tra.runs import distributed, train
 
-METRICS = ("loss", "gradient_norm", "learning_rate")
+METRICS = ("loss", "gradient_norm", "learning_rate", "tokens_per_second")
 
 
 def test_tensorboard_is_told_every_metric_and_the_recipe(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = train(replace(TINY, steps=3), tmp_path / "run", track=("tensorboard",))
+    recipe = replace(TINY, steps=3, validate_every=2, evaluations=(Evaluation("iid", 16, 3),))
+    run = train(recipe, tmp_path / "run", track=("tensorboard",))
     folders = {path.parent for path in run.folder.rglob("events.out.tfevents*")}
     told: dict[str, list[tuple[int, float]]] = {}
     for folder in folders:
@@ -31,6 +33,10 @@ def test_tensorboard_is_told_every_metric_and_the_recipe(tmp_path: Path) -> None
         logged = [(entry["step"], entry[name]) for entry in run.metrics()]
         assert [step for step, _ in told[name]] == [1, 2, 3]
         assert [value for _, value in told[name]] == pytest.approx([value for _, value in logged], rel=1e-6)
+    assert [step for step, _ in told["validation/exact_match"]] == [2, 3]
+    assert [step for step, _ in told["validation/iid@16/token_accuracy"]] == [2, 3]
+    (at_the_end,) = told["evaluation/iid@16/exact_match"]
+    assert at_the_end == (3, pytest.approx(run.results[0].value))
     (settings,) = (path.read_text() for path in run.folder.rglob("hparams.yml"))
     assert "learning_rate: 0.001\n" in settings
     assert "model.width: 32\n" in settings

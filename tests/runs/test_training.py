@@ -24,7 +24,7 @@ from tra.progress import hidden, shown
 from tra.recipes import Evaluation
 from tra.runs import train
 from tra.runs.batches import training_batches
-from tra.runs.training import schedule
+from tra.runs.schedule import schedule_factor
 from tra.tasks.base import seed_of
 
 
@@ -99,14 +99,24 @@ def test_mixed_precision_lowers_the_products_and_keeps_the_model_whole(tmp_path:
 
 
 def test_schedule_rises_over_the_warm_up_and_falls_as_a_cosine() -> None:
-    factors = [schedule(step, 1000, 0.05) for step in range(1000)]
+    recipe = replace(TINY, steps=1000, warmup=0.05)
+    factors = [schedule_factor(recipe, step) for step in range(1000)]
     assert factors[0] == pytest.approx(1 / 51)
     assert factors[50] == 1.0 == max(factors)
     assert all(a < b for a, b in itertools.pairwise(factors[:51]))
     assert all(a > b for a, b in itertools.pairwise(factors[50:]))
     assert factors[525] == pytest.approx(0.5, abs=1e-9)
     assert factors[-1] < 1e-5
-    assert schedule(0, 1000, 0.0) == 1.0
+    assert schedule_factor(replace(recipe, warmup=0.0), 0) == 1.0
+
+
+def test_the_other_schedules_stay_and_fall_to_zero_in_a_line() -> None:
+    recipe = replace(TINY, steps=100, warmup_steps=9, schedule="constant")
+    rising = [(step + 1) / 10 for step in range(9)]
+    assert [schedule_factor(recipe, step) for step in range(100)] == rising + [1.0] * 91
+    recipe = replace(recipe, schedule="wsd", decay=0.2)
+    falling = [left / 21 for left in range(20, 0, -1)]
+    assert [schedule_factor(recipe, step) for step in range(100)] == rising + [1.0] * 71 + falling
 
 
 def test_non_finite_loss_stops_and_names_step_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +174,7 @@ def test_training_is_silent_unless_somebody_looks_on(tmp_path: Path, capfd: pyte
     out, err = capfd.readouterr()
     assert err == ""
     assert "tiny (tra): step 2/2, loss" in out
-    assert "   tra at     16 tokens:  iid " in out
+    assert "   tra at     16 tokens, exact match:  iid " in out
     with shown(), hidden():
         train(recipe, tmp_path / "hidden")
     assert capfd.readouterr() == ("", "")

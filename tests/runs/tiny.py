@@ -1,5 +1,6 @@
 """A run of a second or two, in this process or in others, and what it leaves on disk."""
 
+import json
 import os
 import subprocess
 import sys
@@ -78,3 +79,10 @@ def checkpoints(folder: Path) -> list[int]:
 def weights(folder: Path, step: int) -> dict[str, bytes]:
     checkpoint = folder / "checkpoints" / f"step-{step:08d}"
     return {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` says, without the speed: the only thing that differs between two equal runs."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return [{name: value for name, value in entry.items() if name != "tokens_per_second"} for entry in entries]

@@ -22,7 +22,7 @@ COMMANDS = {
     "generate": "Continue a prompt with a run on text or an exported folder, streaming.",
     "bench": "Measure the operator and whole training steps against PyTorch's attention, as ratios.",
     "doctor": "Check this machine: kernels, GPUs, threads, versions, and what is missing.",
-    "list": "List recipes, mechanisms with their options, tasks, experiments and model sizes.",
+    "list": "List recipes, mechanisms with their options, tasks, experiments, model sizes and trained models.",
 }
 """Each is a module of its name beside this one, with a function `run(arguments)` that returns the exit code."""
 

@@ -44,6 +44,6 @@ def run(arguments: list[str]) -> int:
         except Interrupted as stop:
             raise Interrupted(f"{stop} by: {again}") from None
         say(outcome.shown)
-        say(f"{time.monotonic() - began:.0f} s. Runs, results, tables and figures are in")
-    print(folder)
+        say(f"{time.monotonic() - began:.0f} s. Runs, tables and figures are in {folder}; open the report:")
+    print(folder / DEMO.report_file)
     return 1 if outcome.failures else 0

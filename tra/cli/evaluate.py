@@ -19,7 +19,7 @@ class Evaluate(Common):
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder."""
+    """Run: its folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
     sets: tuple[str, ...] = ()
     """Names of evaluation sets; those of the recipe by default."""
     lengths: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
     with on_console(quiet=options.json), process_group() as first:
         found.model  # noqa: B018  says at once if there is none
         step, steps = found.step, found.recipe.steps
-        if step < steps and first:
+        if step < found.last_step() and found.at is None and first:
             print(f"tra: warning: the run is at step {step} of {steps}", file=sys.stderr)
         results = evaluate(
             found,
@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
         )
     if not first:
         return 0
-    if not asked:
+    if not asked and found.at is None and not found.is_pretrained:
         found.store_results(step, found.task, results)
     if options.json:
         content = {"step": step, "environment": environment(), "results": [result.to_dict() for result in results]}

@@ -14,7 +14,7 @@ class Export(Common):
     """Write a run as a folder that transformers loads: safetensors, config, tokenizer, model card."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder."""
+    """Run: its folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Folder to write, which must not exist yet."""
     auto_map: bool = True

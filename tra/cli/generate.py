@@ -21,7 +21,7 @@ class Generate(Common):
     """Continue a prompt, printing text as it comes and then the speed."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder of a run on text, or a folder that tra export wrote."""
+    """Run on text (its folder, FOLDER@best or pretrained:NAME), or a folder that tra export wrote."""
     prompt: str
     """The text to continue, or @FILE to read it from a file (a text that begins with @ has @@); it may be longer than
     the training window."""
@@ -37,8 +37,10 @@ class Generate(Common):
     """Beams of beam search, which neither samples nor streams."""
     seed: int = 0
     """Of sampling: the same seed gives the same text."""
+    echo: bool = False
+    """Print a prompt from a file, too. One that is given as text is always printed."""
     json: bool = False
-    """Print JSON at the end instead of streaming."""
+    """Print a line of JSON for each piece of text as it comes, and one with the whole text and the speed at the end."""
 
 
 def run(arguments: list[str]) -> int:
@@ -52,15 +54,19 @@ def run(arguments: list[str]) -> int:
     def show(piece: str) -> None:
         if not options.json:
             print(piece, end="", flush=True)
+        elif piece:
+            print(json.dumps({"piece": piece}), flush=True)
 
-    show(prompt)
+    from_file = options.prompt.startswith("@") and not options.prompt.startswith("@@")
+    if not options.json and (options.echo or not from_file):
+        show(prompt)
     result = generate(
         model, tokenizer, prompt, options.tokens, sampling, beams=options.beams, seed=options.seed, show=show
     )
-    show("\n")
     if options.json:
-        print(json.dumps(result, indent=2))
+        print(json.dumps(result))
         return 0
+    show("\n")
     read = f"{result['prompt_tokens']} tokens read"
     if result["prompt_seconds"] is not None:
         read += f" in {result['prompt_seconds']:.2f} s"

@@ -19,7 +19,7 @@ class Inspect(Common):
     of it to look around in."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder."""
+    """Run: its folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
     text: str | None = None
     """What a run on text is to read, or @FILE; without it, and for other runs, it is a sequence of their task."""
     length: int = 32

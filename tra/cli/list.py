@@ -5,24 +5,34 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from tra import plugins
 from tra.cli.parsing import Common, parse
 from tra.signatures import Option, format_value
+
+if TYPE_CHECKING:
+    from tra.runs import Run
+
+STORED = Path(__file__).parent / "catalogue.json"
+"""What `everything` gives without plug-ins; `python -m tra.cli.list` writes it, and a test holds the two together."""
 
 
 @dataclass(frozen=True)
 class List(Common):
-    """List recipes, mechanisms and tasks with their options, experiments, model sizes, implementations of the operator
-    with what each refuses, and plug-ins with the names that they bring."""
+    """List recipes, mechanisms and tasks with their options, experiments, model sizes, trained models that come with
+    the package, and plug-ins with the names that they bring."""
 
+    implementations: bool = False
+    """Also the implementations of the operator on this machine, with what each refuses."""
     json: bool = False
     """Print JSON."""
 
 
 def run(arguments: list[str]) -> int:
     options = parse(List, arguments, "list")
-    content = everything()
+    content = {**(_implementations() if options.implementations else {}), **listed_names()}
     if options.json:
         print(json.dumps(content, indent=2))
         return 0
@@ -38,19 +48,33 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
+def listed_names() -> dict[str, dict[str, str]]:
+    """What there is to name, by kind, with a line for each.
+
+    Without plug-ins it is known beforehand, and stored: to find it out takes seconds, most of them for PyTorch.
+    """
+    if plugins.loaded() or plugins.installed():
+        return everything()
+    return json.loads(STORED.read_text(encoding="utf-8"))
+
+
+def _implementations() -> dict[str, dict[str, str]]:
+    from tra.ops.threshold_relative import describe_implementations
+
+    return {"implementations": describe_implementations()}
+
+
 def everything() -> dict[str, dict[str, str]]:
-    """What there is to name, by kind, with a line for each."""
-    from tra import plugins
+    """The same, found out."""
     from tra.attention import MECHANISMS
     from tra.attention.options import options_of
     from tra.experiments import BUILT_IN
     from tra.model import SIZES
-    from tra.ops.threshold_relative import describe_implementations
     from tra.recipes import RECIPES
+    from tra.runs.folder import PRETRAINED, load_run, pretrained_runs
     from tra.tasks import TASKS, task_options
 
     return {
-        "implementations": describe_implementations(),
         "recipes": {name: outline(make) for name, make in plugins.every("RECIPES", RECIPES).items()},
         "attention": {
             name: _first_line(mechanism) + _options(options_of(mechanism))
@@ -65,8 +89,15 @@ def everything() -> dict[str, dict[str, str]]:
         "sizes": {
             name: f"{size.layers} layers, {size.heads} heads, width {size.width}" for name, size in SIZES.items()
         },
+        "pretrained": {name: _trained(load_run(name)) for name in (PRETRAINED + name for name in pretrained_runs())},
         "plugins": plugins.described(),
     }
+
+
+def _trained(run: "Run") -> str:
+    """A trained model in a line."""
+    recipe = run.recipe
+    return f"{recipe.name} with {recipe.model.label} attention, trained for {recipe.steps:,} steps"
 
 
 def _first_line(thing: object) -> str:
@@ -95,3 +126,7 @@ def outline(make: Callable[..., Any]) -> str:
         f"{recipe.task}, up to {recipe.length} {recipe.build_task().unit}; {model.layers} layers, width {model.width}; "
         f"{recipe.steps:,} steps of {recipe.batch}"
     )
+
+
+if __name__ == "__main__":
+    STORED.write_text(json.dumps(everything(), indent=2) + "\n", encoding="utf-8")

@@ -15,6 +15,8 @@ from tra.progress import shown
 
 Options = TypeVar("Options")
 
+MOST_THREADS = 4096
+
 ALIASES = {"--model.options": "--model.attention-options"}
 
 
@@ -25,6 +27,10 @@ class Common:
     plugin: tuple[str, ...] = ()
     """Modules, or files ending in .py, that bring mechanisms, tasks and recipes of one's own; installed ones are found
     without it."""
+
+    threads: int | None = None
+    """Threads to compute with, divided among runs that go on at the same time; as many as cores by default. On a busy
+    machine fewer are faster."""
 
     @property
     def plugin_words(self) -> list[str]:
@@ -52,7 +58,17 @@ def parse(kind: type[Options], arguments: Sequence[str], command: str, default: 
         raise ValueError(_one_line(wrong.getvalue(), command)) from None
     if unknown:
         raise ValueError(_unknown(unknown[0], kind, command))
+    if isinstance(found, Common) and found.threads is not None:
+        _set_threads(found.threads)
     return found
+
+
+def _set_threads(threads: int) -> None:
+    if not 1 <= threads <= MOST_THREADS:
+        raise ValueError(f"threads must be between 1 and {MOST_THREADS:,}, got {threads}")
+    import torch
+
+    torch.set_num_threads(threads)
 
 
 def on_console(quiet: bool = False) -> AbstractContextManager[None]:

@@ -12,6 +12,8 @@ import tyro
 from tra.cli.parsing import Common, on_console, parse
 from tra.errors import Interrupted
 from tra.experiments import Request, load_experiment
+from tra.experiments.cells import file_name
+from tra.experiments.rows import settings_words
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def run(arguments: list[str]) -> int:
     options = parse(Reproduce, arguments, "reproduce")
     experiment = load_experiment(options.name)
     scale = options.request.scale or experiment.usual_scale
-    folder = options.request.folder or Path("runs") / f"{Path(options.name).stem}-{scale}"
+    name = "-".join([Path(options.name).stem, scale, *settings_words(options.request.changes)])
+    folder = options.request.folder or Path("runs") / file_name(name)
     command = shlex.join(["tra", "reproduce", *arguments])
     request = replace(options.request, folder=folder, scale=scale, command=command)
     with on_console(quiet=options.json):

@@ -11,21 +11,28 @@ from tra.cli import is_first_process
 from tra.cli.list import outline
 from tra.cli.parsing import Common, given_options, on_console, option_names, parse, settings
 from tra.errors import Interrupted
+from tra.progress import say
 from tra.recipes import RECIPES, Recipe, build_recipe
 from tra.tasks import TASKS, task_options
 
 USAGE = """usage: tra train RECIPE [options]
-       tra train --resume RUN
+       tra train --resume RUN [--steps N]
 
 Train a recipe, measure it and store what was found. A run that is stopped goes on with --resume and ends with the same
-weights as one that never was.
+weights as one that never was. With --steps, a run whose schedule is constant or wsd goes on to that many steps in all.
 
   tra train RECIPE --help          everything that a recipe says, each an option that overrides it
   --model.attention NAME           another mechanism; rope+tra has TRA in every second layer
   --model.options NAME=VALUE ...   options of the mechanism; tra list shows them
   --task-options NAME=VALUE ...    options of the task, over those of the recipe
-  --output FOLDER                  run folder; runs/RECIPE-ATTENTION-SEED by default
+  --init-from RUN|FOLDER           begin with the weights of another run or of an exported model
+  --schedule NAME                  learning rate after the warm-up: cosine, constant, or wsd (warm-up, stable, decay)
+  --validate-every N               measure while training, and keep the best checkpoint (RUN@best)
+  --patience N                     stop early after N validations without a new best
+  --no-measure                     do not measure after the last step: for a quick trial
+  --output FOLDER                  run folder; under runs/ by default, with what differs from the recipe in its name
   --track NAME ...                 trackers to tell the metrics too: tensorboard, wandb, trackio, ...
+  --threads N                      threads to compute with
   --plugin MODULE|FILE.py ...      mechanisms, tasks and recipes of one's own
 
 recipes:
@@ -50,6 +57,8 @@ class Settings(Common):
 
     track: tuple[str, ...] = ()
     """Trackers to tell the metrics too, whichever accelerate knows: tensorboard, wandb, trackio, ..."""
+    measure: bool = True
+    """--no-measure leaves out measuring after the last step; tra evaluate does it later."""
     reuse_memory: bool = True
     """On a CPU, let the allocator keep freed memory for the next step."""
 
@@ -63,7 +72,7 @@ class Train(Settings):
 
     recipe: Annotated[Draft, tyro.conf.arg(name="")]
     output: Path | None = None
-    """Run folder; runs/RECIPE-ATTENTION-SEED by default."""
+    """Run folder; by default runs/RECIPE-ATTENTION-SEED, with what differs from the recipe in its name."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,8 @@ class Resume(Settings):
 
     resume: Path
     """The run folder."""
+    steps: int | None = None
+    """Extend the run to so many steps in all, exactly as if it had been planned so."""
 
 
 def run(arguments: list[str]) -> int:
@@ -79,8 +90,8 @@ def run(arguments: list[str]) -> int:
     recipes = plugins.every("RECIPES", RECIPES)
     options: Train | Resume
     if arguments and not arguments[0].startswith("-"):
-        options, recipe = _recipe(arguments[0], arguments[1:], given)
-        folder = options.output or Path("runs") / recipe.folder_name
+        options, recipe, usual = _recipe(arguments[0], arguments[1:], given)
+        folder = options.output or Path("runs") / recipe.folder_name(usual)
     elif "--resume" in given:
         options, recipe = _resume(arguments, given)
         folder = options.resume
@@ -97,17 +108,19 @@ def run(arguments: list[str]) -> int:
         reuse_memory()
     with on_console():
         try:
-            train(recipe, folder, track=options.track, resume=isinstance(options, Resume))
+            train(recipe, folder, track=options.track, resume=isinstance(options, Resume), measure=options.measure)
         except Interrupted as stop:
             again = " ".join(["tra train --resume", str(folder), *options.plugin_words])
             raise Interrupted(f"{stop}; go on with: {again}") from None
+        if not options.measure:
+            say(f"not measured; tra evaluate {folder} does it")
     if is_first_process():
         print(folder)
     return 0
 
 
-def _recipe(name: str, arguments: list[str], given: dict[str, list[str]]) -> tuple[Train, Recipe]:
-    """The options of a command, and the recipe as they change it."""
+def _recipe(name: str, arguments: list[str], given: dict[str, list[str]]) -> tuple[Train, Recipe, Recipe]:
+    """The options of a command, the recipe as they change it, and the recipe itself."""
     mechanisms = given.get("--model.attention", [])
     usual = build_recipe(name, mechanisms[-1] if mechanisms else None)
     options = parse(Train, arguments, f"train {name}", Train(recipe=Draft.of(usual)))
@@ -120,7 +133,7 @@ def _recipe(name: str, arguments: list[str], given: dict[str, list[str]]) -> tup
         model=replace(changed.model, attention_options={**usual.model.attention_options, **own_mechanism}),
         task_options={**_kept_options(usual, changed.task), **own_task},
     )
-    return options, Recipe(**{**_values(changed), "evaluations": changed.rescaled_evaluations(usual)})
+    return options, Recipe(**{**_values(changed), "evaluations": changed.rescaled_evaluations(usual)}), usual
 
 
 def _values(recipe: Recipe) -> dict[str, Any]:
@@ -142,4 +155,5 @@ def _resume(arguments: list[str], given: dict[str, list[str]]) -> tuple[Resume, 
     options = parse(Resume, arguments, "train")
     from tra.runs import load_run
 
-    return options, load_run(options.resume).recipe
+    recipe = load_run(options.resume).recipe
+    return options, recipe if options.steps is None else recipe.extended(options.steps)

@@ -47,9 +47,9 @@ def reproduce(experiment: Experiment | str, folder: Path | str, **asked: Any) ->
     Args:
         experiment: one of the paper's by name, the path of a file that defines ``experiment``, or an Experiment.
         folder: where runs, results, tables and figures go.
-        asked: what else :class:`Request` has: ``scale``, ``seeds``, ``attention``, ``columns``, ``jobs``, ``shard``,
-            ``train``, ``figures``, ``style``, ``join``, ``cluster``, ``cluster_options``, ``command``; the options of
-            the command, by the same names.
+        asked: what else :class:`Request` has: ``scale``, ``seeds``, ``attention``, ``columns``, ``steps``, ``set``,
+            ``jobs``, ``shard``, ``train``, ``figures``, ``style``, ``join``, ``cluster``, ``cluster_options``,
+            ``command``; the options of the command, by the same names.
 
     Returns:
         The finished runs, what they measured, and why others failed.

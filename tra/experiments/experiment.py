@@ -14,7 +14,7 @@ from tra.experiments.request import Request
 from tra.experiments.rows import Row, as_row
 from tra.experiments.tuning import Tuning
 from tra.lookup import lookup
-from tra.recipes import RecipeOf
+from tra.recipes import Recipe, RecipeOf
 from tra.report.figures import measure_by_length
 from tra.report.records import Record, grouped
 from tra.report.tables import Table, comparison_tables
@@ -149,16 +149,34 @@ class Experiment:
             )
         if request.folder is None:
             raise ValueError("folder must be given")
+        chosen = self.chosen_rows(request.attention)
+        if request.changes:
+            taken = {name for row in chosen for name in row.changes} | set(here.tuning.grid if here.tuning else ())
+            for name in request.changes:
+                if name in taken:
+                    raise ValueError(f"set must leave {name} alone: rows or tuning of this experiment decide on it")
+            columns = {name: _changed(recipe_of, request.changes) for name, recipe_of in columns.items()}
         return Grid(
             folder=request.folder,
             scale=scale,
             columns=columns,
-            rows=self.chosen_rows(request.attention),
+            rows=chosen,
             every_row=list(map(as_row, here.rows)),
             seeds=request.seeds or here.seeds,
             tuning=here.tuning,
             tuned_before=here.tuned.get(scale, ()),
         )
+
+
+def _changed(recipe_of: RecipeOf, changes: Mapping[str, Any]) -> RecipeOf:
+    """The recipes of a column with other values of fields, measured at as many times the training length."""
+
+    def make(attention: str) -> Recipe:
+        usual = recipe_of(attention=attention)
+        changed = usual.changed(changes)
+        return changed if changed.length == usual.length else changed.measured_like(usual)
+
+    return make
 
 
 def _check_names(what: str, labels: Sequence[str]) -> None:

@@ -46,6 +46,10 @@ class Request:
     """Rows or mechanisms; all of the experiment by default."""
     columns: tuple[str, ...] = ()
     """Columns, tasks say, to run and to show; all of the experiment by default."""
+    steps: int | None = None
+    """Steps of every run, in place of what its recipe says: short for --set steps=N."""
+    set: dict[str, Any] = field(default_factory=dict)
+    """Fields of every recipe, in place of what it says, e.g. batch=16 model.width=64 task_options.alphabet=20."""
     jobs: int = 1
     """Runs at the same time, each with its part of the threads (or a GPU of its own)."""
     shard: Shard = WHOLE
@@ -75,9 +79,14 @@ class Request:
             "join": tuple(map(Path, _several(self.join))),
             "shard": Shard(*self.shard),
             "cluster_options": dict(self.cluster_options),
+            "set": dict(self.set),
         }.items():
             object.__setattr__(self, name, value)
-        for name in ("seeds", "jobs"):
+        if self.steps is not None and self.set.get("steps", self.steps) != self.steps:
+            raise ValueError(f"steps must be given once, got {self.steps} and {self.set['steps']}")
+        if "seed" in self.set:
+            raise ValueError("set must leave the seed alone: seeds says how many there are")
+        for name in ("seeds", "jobs", "steps"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
@@ -91,6 +100,11 @@ class Request:
             lookup(dict.fromkeys(CLUSTERS), self.cluster, "cluster")
         with styled(self.style):
             pass  # a wrong one is found before anything is trained
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that every recipe has in place of its own."""
+        return {**self.set, **({} if self.steps is None else {"steps": self.steps})}
 
 
 def _several(values: Any) -> tuple[Any, ...]:

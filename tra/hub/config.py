@@ -11,6 +11,7 @@ import transformers
 
 from tra import plugins
 from tra.attention.naming import plugins_of
+from tra.errors import how_to_install
 from tra.hub.adapters import tell_peft
 from tra.lookup import lookup
 from tra.model import SIZES, DecoderConfig
@@ -47,12 +48,12 @@ UNDERSTOOD = (
 MODULE = "tra_model"
 """The module beside a model's weights that leads to this package."""
 
-LEADS_HERE = """\
+LEADS_HERE = f"""\
 # The model is in the package threshold-relative-attention; this file only leads there.
 try:
     from tra.hub import *
 except ImportError as error:
-    raise ImportError("this model needs a package: pip install 'threshold-relative-attention[hub]'") from error
+    raise ImportError("this model needs a package: {how_to_install("hub")}") from error
 """
 
 AUTO_MAP = {

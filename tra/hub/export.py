@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from tra import plugins
 from tra.attention.naming import plugins_of
-from tra.errors import RunError
+from tra.errors import DISTRIBUTION, RunError, install_command
 from tra.files import write_text, written_aside
 from tra.hub.config import AUTO_MAP, MODULE
 from tra.hub.modeling import TraForCausalLM, from_decoder
@@ -72,7 +72,7 @@ def model_card(run: Run, name: str, auto_map: bool = True) -> str:
         f"A decoder of {model.layers} layers, {model.heads} heads and width {model.width} with {model.label} "
         f"attention, trained with threshold-relative-attention on {Path(trained).name} at up to {recipe.length:,} "
         f"{task.unit}, for {run.step:,} of {recipe.steps:,} steps.\n",
-        "## Use\n\n```bash\npip install 'threshold-relative-attention[hub]'\n```\n",
+        f"## Use\n\n```bash\n{install_command('hub')}  # in a clone of {DISTRIBUTION}\n```\n",
         "```python\nimport tra.hub  # registers the model; no code is loaded from this folder\n"
         + "".join(f'tra.plugins.load("{plugin}")  # which has the mechanism\n' for plugin in needed)
         + f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if reads else ''}\n\n"

@@ -20,7 +20,7 @@ from tra.generation import GREEDY, Reader, Sampling, check_finite, stream_tokens
 from tra.hub.config import TraConfig
 from tra.hub.export import as_pretrained
 from tra.hub.modeling import TraForCausalLM
-from tra.runs import Run
+from tra.runs.folder import find_run
 from tra.text.tokenizer import encoded, panics_caught
 
 KNOWN = {
@@ -36,7 +36,7 @@ def load(folder: Path) -> tuple[TraForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run or of an exported folder. Runs no code that the folder holds."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what is wrong is said in one line
-    run = Run(folder)
+    run = find_run(folder)
     if run.exists:
         model, tokenizer = as_pretrained(run)
         if tokenizer is None:

@@ -1,6 +1,8 @@
 """What a recipe says, and how it is stored with a run."""
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
@@ -9,8 +11,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 from tra import plugins
 from tra.attention.naming import plugins_of
 from tra.errors import not_installed
+from tra.lookup import lookup
 from tra.model import DecoderConfig
-from tra.signatures import LONGEST, MOST, among, mismatch
+from tra.signatures import LONGEST, MOST, among, format_value, mismatch
 from tra.tasks import Evaluation, Task, build_task
 
 try:
@@ -19,6 +22,10 @@ except ModuleNotFoundError as error:  # the first that is missed by whoever has 
     raise not_installed(error) from None
 
 COUNTS = ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints")
+OPTIONAL_COUNTS = ("validate_every", "patience")
+VALIDATION = re.compile(r"(?P<name>[^@:]+)(@(?P<length>[0-9]{1,18})(:(?P<examples>[0-9]{1,18}))?)?")
+LONGEST_NAME = 150
+"""Of a folder: file systems allow 255 bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,17 @@ class Recipe:
     examples: int | None = None
     """Number of sequences when data is "fixed"."""
     warmup: float = 0.05
-    """Share of the steps over which the learning rate rises linearly; a cosine to zero follows."""
+    """Share of the steps over which the learning rate rises linearly."""
+    warmup_steps: int | None = None
+    """Warm-up in steps, in place of the share."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    """The learning rate after the warm-up. "cosine" falls to zero, "constant" stays, and "wsd" (warm-up, stable, decay)
+    stays and falls linearly over the last steps. A run with one of the last two can be extended."""
+    decay: float = 0.2
+    """Share of the steps over which the learning rate falls when the schedule is "wsd"."""
+    init_from: str | None = None
+    """Begin with the weights of another model: a run, RUN@best, pretrained:NAME, or a folder as tra export writes it.
+    By default weights are drawn from the seed."""
     beta2: float = 0.999
     """How slowly AdamW's estimate of the gradient's size changes; 0.95 makes short runs much steadier."""
     weight_decay: float = 0.01
@@ -62,10 +79,21 @@ class Recipe:
     keep_checkpoints: int = 2
     evaluations: Annotated[tuple[Evaluation, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
     """Measured after the last step."""
+    validate_every: int | None = None
+    """Measure the validation sets every so many steps and after the last one, and keep the best checkpoint."""
+    validation: tuple[str, ...] = ()
+    """Sets to validate on: NAME, NAME@LENGTH or NAME@LENGTH:EXAMPLES, such as iid or sparse@256. By default those of
+    the recipe that are no longer than the training sequences."""
+    watch: str = "loss"
+    """Measure of validation, averaged over the sets, that says which checkpoint is best: loss, or exact_match,
+    token_accuracy, perplexity, depending on the task."""
+    patience: int | None = None
+    """Stop early after so many validations in a row without a new best."""
 
     def __post_init__(self) -> None:
         task = self.build_task()
         object.__setattr__(self, "task_options", dict(self.task_options))
+        object.__setattr__(self, "validation", tuple(self.validation))
         for name, annotation in get_type_hints(Recipe).items():
             wrong = mismatch(getattr(self, name), annotation) if name != "evaluations" else None
             if wrong is not None:
@@ -78,6 +106,19 @@ class Recipe:
             most = LONGEST if name == "length" else MOST
             if getattr(self, name) > most:
                 raise ValueError(f"{name} must be at most {most:,}, got {getattr(self, name):,}")
+        for name in OPTIONAL_COUNTS:
+            number = getattr(self, name)
+            if number is not None and not 1 <= number <= MOST:
+                raise ValueError(f"{name} must be between 1 and {MOST:,}, got {number:,}")
+        if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(f"warmup_steps must be between 0 and the {self.steps} steps, got {self.warmup_steps}")
+        if not 0.0 <= self.decay <= 1.0:
+            raise ValueError(f"decay must be a share of the steps in [0, 1], got {self.decay!r}")
+        if self.patience is not None and self.validate_every is None:
+            raise ValueError(f"patience must be given with validate_every, got {self.patience} without it")
+        if self.validate_every is not None:
+            lookup(dict.fromkeys(task.measure.measure_names()), self.watch, "watch")
+        self.validation_sets(task)
         if not 0.0 <= self.warmup <= 1.0:
             raise ValueError(f"warmup must be a share of the steps in [0, 1], got {self.warmup!r}")
         if not 0.0 <= self.beta2 < 1.0:
@@ -96,10 +137,81 @@ class Recipe:
         """The task to train on and be measured on. A text is not read before it is needed."""
         return build_task(self.task, self.task_options)
 
+    def folder_name(self, usual: "Recipe | None" = None) -> str:
+        """What its run's folder is called when nobody says: recipe, mechanism, what differs from the usual recipe, and
+        the seed.
+
+        Example:
+            >>> from tra.recipes import build_recipe
+            >>> usual = build_recipe("flip-flop-small")
+            >>> usual.changed({"steps": 200, "model.width": 64}).folder_name(usual)
+            'flip-flop-small-tra-steps=200-width=64-0'
+        """
+        words = [self.name, *self.model.label.split(" ")]
+        for name, (before, now) in {} if usual is None else usual.differences(self).items():
+            if name == "task_options":
+                words += [f"{key}={now[key]}" for key in now if now[key] != before.get(key)]
+            elif name not in ("seed", "evaluations", "model.attention", "model.attention_options"):
+                shown = "+".join(now) if isinstance(now, tuple) else format_value(now)
+                words.append(f"{name.removeprefix('model.')}={shown}")
+        words.append(str(self.seed))
+        whole = "-".join("".join(sign if sign.isalnum() or sign in "-+_.=" else "-" for sign in word) for word in words)
+        if len(whole) <= LONGEST_NAME:
+            return whole
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        return f"{whole[: LONGEST_NAME - 10].rstrip('-')}-{digest}-{self.seed}"
+
     @property
-    def folder_name(self) -> str:
-        """What its run's folder is called when nobody says: other recipes, mechanisms and seeds have other ones."""
-        return f"{self.name}-{self.model.label.replace(' ', '-')}-{self.seed}"
+    def warmup_length(self) -> float:
+        """Steps over which the learning rate rises. The cosine's need not be a whole number."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        share = self.warmup * self.steps
+        return share if self.schedule == "cosine" else round(share)
+
+    @property
+    def stable_steps(self) -> int:
+        """Steps that do not depend on how many there are in all: a longer run begins with the same ones."""
+        if self.schedule == "cosine":
+            return 0
+        return self.steps if self.schedule == "constant" else self.steps - round(self.decay * self.steps)
+
+    def extended(self, steps: int) -> "Recipe":
+        """The same run with more steps, as if it had been planned so. Its warm-up stays what it was.
+
+        Example:
+            >>> from tra.recipes import build_recipe
+            >>> recipe = build_recipe("flip-flop-small").changed({"schedule": "constant"})
+            >>> recipe.extended(900).warmup_steps == round(0.05 * 600)
+            True
+        """
+        if self.schedule == "cosine":
+            raise ValueError(
+                "schedule must be 'constant' or 'wsd' for a run to be extended: with 'cosine' every step depends on "
+                "how many there are"
+            )
+        if steps <= self.steps:
+            raise ValueError(f"steps must be more than the {self.steps} of the run to extend it, got {steps}")
+        return replace(self, steps=steps, warmup_steps=int(self.warmup_length))
+
+    def validation_sets(self, task: Task) -> list[Evaluation]:
+        """What `validation` names; a ValueError says what is wrong with it."""
+        within = [entry for entry in self.evaluations if entry.length <= self.length] or list(self.evaluations[:1])
+        if not self.validation:
+            if self.validate_every is not None and not within:
+                raise ValueError("validation must name sets to validate on: the recipe has no evaluations")
+            return within if self.validate_every is not None else []
+        found = []
+        for text in self.validation:
+            match = VALIDATION.fullmatch(text)
+            if match is None:
+                raise ValueError(f"validation must be NAME, NAME@LENGTH or NAME@LENGTH:EXAMPLES, got {text!r}")
+            name, length = match["name"], int(match["length"] or self.length)
+            lookup(task.evaluation_sets(), name, "validation")
+            usual = task.usual_examples(self.evaluations, name, length)
+            found.append(Evaluation(name, length, int(match["examples"]) if match["examples"] else usual))
+        task.check(self.model.vocabulary, self.length, found)
+        return found
 
     @property
     def plugins(self) -> list[str]:
@@ -167,6 +279,8 @@ class Recipe:
             stored["task_options"] = {name: value for name, value in source.items() if value is not None}
         stored["model"] = DecoderConfig.from_dict(stored["model"])
         stored["evaluations"] = tuple(Evaluation(**entry) for entry in stored["evaluations"])
+        if not isinstance(stored.get("validation", []), list):
+            raise ValueError(f"validation must be a list of names, got {stored['validation']!r}")
         return cls(**stored)
 
 

@@ -9,7 +9,7 @@ import re
 import stat
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,11 @@ class Checkpoints:
         self._damaged: set[Path] = set()
         """Read, and found damaged: they may be replaced, and nothing else may."""
 
-    def save(self, step: int, parts: Mapping[str, Mapping[str, Tensor]], keep: int) -> Checkpoint:
-        """Write a checkpoint of named parts, then remove damaged later ones and all but the newest ``keep``."""
+    def save(
+        self, step: int, parts: Mapping[str, Mapping[str, Tensor]], keep: int, besides: Collection[int] = ()
+    ) -> Checkpoint:
+        """Write a checkpoint of named parts, then remove damaged later ones and all but the newest ``keep``, and those
+        of the steps ``besides``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove_partial()
         final = self.folder / f"step-{step:08d}"
@@ -76,7 +79,8 @@ class Checkpoints:
             ) from error
         folders = self._steps()
         here = folders.index(final)
-        for other in [path for path in folders[:here] if path in self._damaged] + folders[here + keep :]:
+        older = [path for path in folders[here + keep :] if _step_of(path) not in besides]
+        for other in [path for path in folders[:here] if path in self._damaged] + older:
             remove_folder(other)
         return Checkpoint(final, step)
 
@@ -97,6 +101,27 @@ class Checkpoints:
                     "move it away to go on from the one before"
                 ) from error
         return None
+
+    def of_step(self, step: int) -> Checkpoint:
+        """The checkpoint of a step; a ValueError names those that there are unless it is one of them and intact."""
+        path = self.folder / f"step-{step:08d}"
+        try:
+            return self._verified(path)
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            there = ", ".join(str(_step_of(other)) for other in reversed(self._steps())) or "none"
+            raise ValueError(
+                f"checkpoint must be one of steps {there} in {self.folder}, got {step}: {error}"
+            ) from error
+
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, newest first, intact or not."""
+        return [_step_of(path) for path in self._steps()]
+
+    def remove_after(self, step: int) -> None:
+        """Those of later steps, newest first: after a kill the run goes on from what is left."""
+        for path in self._steps():
+            if _step_of(path) > step:
+                remove_folder(path)
 
     def describe_last(self) -> str:
         """For messages: which checkpoint a run can go on from."""
@@ -131,7 +156,7 @@ class Checkpoints:
         state = read_json(path / STATE)
         if state["format"] != FORMAT:
             raise ValueError(f"its format is {state['format']}, expected {FORMAT}")
-        step = int(path.name.removeprefix("step-"))
+        step = _step_of(path)
         if state["step"] != step:
             raise ValueError(f"{STATE} says step {state['step']}")
         of_run, here = state.get("run"), self.run()
@@ -144,6 +169,18 @@ class Checkpoints:
             if _digest(path / name) != digest:
                 raise ValueError(f"{name} does not match its digest")
         return Checkpoint(path, step)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def weights_of(model: nn.Module, everywhere: bool = False) -> dict[str, Any]:
+    """The weights of a model, whole, however it is divided among processes. Every process must call this; only the
+    first is given the tensors, on the CPU, unless they are wanted everywhere."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=not everywhere))
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
@@ -167,6 +204,10 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 def fitting(found: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     """A checkpoint's weights, which are known to have the names and shapes of the model's."""
     weights, expected = found.tensors("model"), model.state_dict()
+    for name in expected.keys() - weights.keys():  # of a tied weight one name is enough
+        for other in weights.keys() & expected.keys():
+            if expected[other].data_ptr() == expected[name].data_ptr():
+                weights[name] = weights[other]
     for name in sorted(weights.keys() | expected.keys()):
         stored, wanted = (list(x[name].shape) if name in x else None for x in (weights, expected))
         if stored != wanted:
@@ -176,7 +217,7 @@ def fitting(found: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
 
 def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a checkpoint into model and optimizer, each process taking its share. Every process must call this."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
     weights: dict[str, Any] = fitting(found, model)
     moments: dict[str, Any] = defaultdict(dict)
@@ -185,6 +226,9 @@ def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimize
         if name not in weights:
             raise RunError(f"checkpoint {found.path} does not fit the run's model, which has no weight for {key}")
         moments[name][kind] = tensor
+    if not moments:  # before the first step
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+        return
     set_state_dict(
         model,
         optimizer,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +14,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_li
 from tra.lookup import lookup
 from tra.model import Block
 from tra.progress import hidden
+
+Value = TypeVar("Value")
 
 TRACKERS = tuple(sorted(LOGGER_TYPE_TO_CLASS))
 """The names of the trackers that accelerate knows."""
@@ -57,9 +60,9 @@ def process_group() -> Iterator[bool]:
         state.destroy_process_group()
 
 
-def agreed(here: bool) -> bool:
+def agreed(here: Value) -> Value:
     """What the first process says: what each finds on disk may depend on when it looks."""
-    return bool(broadcast_object_list([here])[0])
+    return broadcast_object_list([here])[0]
 
 
 def check_trackers(track: Sequence[str]) -> None:

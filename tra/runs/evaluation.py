@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tra.lookup import lookup
 from tra.model import Decoder
 from tra.progress import progress, say
-from tra.runs.folder import Run
+from tra.runs.folder import Run, load_run
 from tra.runs.memory import check_evaluation
 from tra.tasks import Batch, Evaluation, Prediction, Result, Task
 
@@ -41,7 +41,7 @@ def evaluate(
     Where a process group exists, every process calls this and does its part; all get the results.
 
     Args:
-        run: a run, or its folder.
+        run: a run, or what :func:`load_run` takes.
         sets: names of evaluation sets; those of the recipe by default.
         lengths: in the task's unit; those of the recipe by default.
         examples: sequences of each; as many as the recipe says by default, else as many as the task usually has.
@@ -49,7 +49,7 @@ def evaluate(
         data: in place of the task's own sets, the copy that its authors published: "hub", or a folder that holds it.
         options: of the mechanism, others than it was trained with: RoPE's scaling to longer sequences, say.
     """
-    run = run if isinstance(run, Run) else Run(run)
+    run = run if isinstance(run, Run) else load_run(run)
     sets = (sets,) if isinstance(sets, str) else sets
     lengths = (lengths,) if isinstance(lengths, int) else lengths
     recipe, task, model = run.recipe, run.task, run.model if not options else with_options(run.model, options)
@@ -100,7 +100,8 @@ def measure_all(model: Decoder, task: Task, evaluations: Sequence[Evaluation], l
             if done == len(evaluations) or evaluations[done].length != evaluation.length:
                 values = "  ".join(f"{result.place} {result.value:.3f}" for result in results[told:])
                 told = done
-                say(f"{label:>6} at {evaluation.length:>6,} {task.unit}:  {values}")
+                title = task.measure.titles[task.measure.measure]
+                say(f"{label:>6} at {evaluation.length:>6,} {task.unit}, {title}:  {values}")
     return results
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ from tra import plugins
 from tra.environment import best_device, environment, environment_of_run
 from tra.errors import RunError
 from tra.files import opened, read_json, read_text, remove_partial, write_json, write_text
+from tra.lookup import lookup
 from tra.model import Decoder
 from tra.recipes import Recipe
-from tra.runs.checkpoint import Checkpoints, fitting
+from tra.runs.checkpoint import Checkpoint, Checkpoints, fitting
+from tra.runs.schedule import learning_rate
+from tra.runs.validation import BEFORE, Watched, watch
 from tra.tasks import ReadsText, Result, Task
 
 RECIPE = "recipe.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
-SPEED = "speed.jsonl"
 CHECKPOINTS = "checkpoints"
 RESULTS = "results.json"
 TOKENIZER = "tokenizer.json"
@@ -35,8 +37,14 @@ DIVERGED = "diverged: "
 INSPECTION = "inspection"
 LOCK = ".lock"
 
+PRETRAINED = "pretrained:"
+"""Begins the name of a small trained model that comes with the package."""
+PRETRAINED_FOLDER = Path(__file__).parent / "pretrained"
+BEST = "best"
+
 MAY_CHANGE = {
-    *("name", "plugins", "steps", "log_every", "checkpoint_every", "keep_checkpoints", "evaluations"),
+    *("name", "plugins", "steps", "warmup_steps", "log_every", "checkpoint_every", "keep_checkpoints", "evaluations"),
+    *("init_from", "validate_every", "validation", "watch", "patience"),
     *("accumulate", "precision", "gradient_checkpointing", "data", "task_options", "text", "alphabet"),
 }
 """What can be another in a stored recipe while its checkpoints are still this run's: a text may have moved, say."""
@@ -53,14 +61,18 @@ class Measured:
 
 
 class Run:
-    """One run on disk: `recipe.json`, `environment.json`, `metrics.jsonl`, `speed.jsonl`, `checkpoints/`,
-    `results.json`, and `tokenizer.json` of a run on text.
+    """One run on disk: `recipe.json`, `environment.json`, `metrics.jsonl`, `checkpoints/`, `results.json`, and
+    `tokenizer.json` of a run on text.
 
     Nothing is read before it is asked for.
+
+    Args:
+        folder: where it is.
+        at: the checkpoint whose model is meant: "best" by validation, or a step; the newest by default.
     """
 
-    def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Path | str, at: str | int | None = None) -> None:
+        self.folder, self.at = Path(folder), at
         self.checkpoints = Checkpoints(self.folder / CHECKPOINTS, lambda: self.identity)
 
     def __repr__(self) -> str:
@@ -100,8 +112,9 @@ class Run:
 
     @cached_property
     def model(self) -> Decoder:
-        """The model of the newest intact checkpoint, on the accelerator if there is one, in evaluation mode."""
-        found = self.checkpoints.latest()
+        """The model of the newest intact checkpoint, or of the one that the run was opened at, on the accelerator if
+        there is one, in evaluation mode."""
+        found = self.checkpoint()
         if found is None:
             raise RunError(f"run {self.folder} has no intact checkpoint yet")
         model = Decoder(self.recipe.model)
@@ -109,11 +122,30 @@ class Run:
         self.step = found.step
         return model.to(best_device()).eval()
 
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest intact checkpoint, or the one that the run was opened at."""
+        if self.at is None:
+            return self.checkpoints.latest()
+        step = self.best_step() if self.at == BEST else int(self.at)
+        if step is None:
+            raise ValueError(f"run {self.folder} has no best checkpoint: it was trained without validate_every")
+        return self.checkpoints.of_step(step)
+
+    def best_step(self) -> int | None:
+        """The step that was best by validation, of those up to the newest checkpoint; None without one."""
+        newest = max(self.checkpoints.steps(), default=0)
+        return self.watched(newest).best
+
     @cached_property
     def step(self) -> int:
         """The step of the model."""
-        found = self.checkpoints.latest()
+        found = self.checkpoint()
         return 0 if found is None else found.step
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it came with the package, and is only read."""
+        return self.folder.parent == PRETRAINED_FOLDER
 
     @property
     def results(self) -> list[Result]:
@@ -124,16 +156,28 @@ class Run:
     @property
     def inspection(self) -> Path:
         """Where pictures of its attention go."""
-        return self.folder / INSPECTION
+        own = Path("runs") / f"pretrained-{self.folder.name}" if self.is_pretrained else self.folder
+        return own / INSPECTION
 
     def check_usable(self, recipe: Recipe, resume: bool = True) -> None:
         """Raise a ValueError unless this recipe can be trained here: in a folder that can be written to and holds no
-        run, or with `resume` one of the same recipe. Nothing is made."""
+        run, or with `resume` one of the same recipe, or one that it extends. Nothing is made."""
+        if self.is_pretrained:
+            raise ValueError(f"folder must be another than {self.folder}: begin with its weights by --init-from")
         self._check_place()
         if not self.exists:
             return
         finished = not resume and self.finished(self.recipe) is not None
-        if finished and set(self.recipe.differences(recipe)) == {"steps"}:
+        longer = recipe.steps > self.recipe.steps and set(self.recipe.differences(recipe)) <= {"steps", "warmup_steps"}
+        if resume and self.is_extended_by(recipe):
+            self._last_common(recipe)
+            return
+        if longer and not resume and self.recipe.schedule != "cosine":
+            raise ValueError(
+                f"folder {self.folder} holds this run with {self.recipe.steps} steps: extend it by "
+                f"tra train --resume {self.folder} --steps {recipe.steps}"
+            )
+        if longer and finished:
             raise ValueError(
                 f"folder {self.folder} holds this run, finished after {self.recipe.steps} steps: it cannot be "
                 "extended, because its learning rate has come to its end; train for "
@@ -146,6 +190,34 @@ class Run:
             raise ValueError(
                 f"folder {self.folder} already holds this run: go on with it by tra train --resume {self.folder}"
             )
+
+    def is_extended_by(self, recipe: Recipe) -> bool:
+        """Whether a recipe is that of this run with more steps, which it can go on to."""
+        stored = self.recipe
+        if stored.schedule == "cosine" or recipe.steps <= stored.steps or recipe.warmup_length != stored.warmup_length:
+            return False
+        longer = stored.extended(recipe.steps)
+        return replace(recipe, warmup_steps=longer.warmup_steps) == longer
+
+    def _last_common(self, recipe: Recipe) -> int:
+        """The newest checkpoint whose steps were taken as the longer recipe takes them."""
+        common = 0
+        while common < self.recipe.steps and _same_rate(self.recipe, recipe, common):
+            common += 1
+        steps = self.checkpoints.steps()
+        if steps and min(steps) > common:
+            raise ValueError(
+                f"folder {self.folder} cannot be extended to {recipe.steps} steps: it needs a checkpoint of step "
+                f"{common} or earlier, from before the learning rate fell, and has {', '.join(map(str, steps))}"
+            )
+        return max((step for step in steps if step <= common), default=0)
+
+    def _extend(self, recipe: Recipe) -> None:
+        """Become a longer run. What lies past the steps that both have is removed first: a run that is killed in
+        between is still the shorter one."""
+        last = self._last_common(recipe)
+        self.checkpoints.remove_after(last)
+        write_text(self.folder / RECIPE, recipe.to_json())
 
     def _check_place(self) -> None:
         """Raise a ValueError where no folder can be, without making one."""
@@ -178,7 +250,9 @@ class Run:
     def record(self, recipe: Recipe, task: Task) -> None:
         """Store the recipe, and the tokenizer of a text, or check that they are those stored. They are the run's now:
         nothing need be read again."""
-        if self.exists:
+        if self.exists and self.is_extended_by(recipe):
+            self._extend(recipe)
+        elif self.exists:
             self.check_recipe(recipe)
         if isinstance(task, ReadsText):
             tokenizer, kept = task.tokenizer_json(), self.folder / TOKENIZER
@@ -209,18 +283,13 @@ class Run:
         needed = plugins.versions(self.recipe.plugins)
         write_json(path, [*earlier, {"from_step": step, **environment_of_run(needed)}])
 
-    @contextmanager
-    def logs(self, first: int, active: bool = True) -> Iterator[tuple["Log", "Log"]]:
-        """The logs of metrics and speed, for a run that goes on after step ``first``; inactive ones write nothing."""
-        describe_last = self.checkpoints.describe_last
-        with (
-            Log(self.folder / METRICS, first, active, describe_last) as metrics,
-            Log(self.folder / SPEED, first, active, describe_last) as speed,
-        ):
-            yield metrics, speed
+    def log(self, first: int, active: bool = True) -> "Log":
+        """The log of metrics, for a run that goes on after step ``first``; an inactive one writes nothing."""
+        return Log(self.folder / METRICS, first, active, self.checkpoints.describe_last)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What was logged: a dict for each line, with the step, loss, norm of the gradient and learning rate."""
+        """What was logged: a dict for each line, with step, loss, norm of the gradient, learning rate, tokens per
+        second and, where the run validated, every measure of validation."""
         return [entry for _, entry in _entries(self.folder / METRICS)]
 
     def steps_done(self) -> int:
@@ -258,9 +327,25 @@ class Run:
     def finished(self, recipe: Recipe) -> list[Result] | None:
         """What this recipe's run measured at its end, None if that has not come."""
         found = self.measured()
-        if found is None or (found.step, found.task_version) != (recipe.steps, self.task.version):
+        if found is None or self.recipe != recipe or found.task_version != self.task.version:
             return None
-        return found.results if self.recipe == recipe else None
+        return found.results if found.step == self.last_step() else None
+
+    def last_step(self) -> int:
+        """The step at which the run ends, or ended: early if its patience did."""
+        stopped = None if self.recipe.patience is None else self.watched().stopped
+        return self.recipe.steps if stopped is None else stopped
+
+    def watched(self, until: int | None = None) -> Watched:
+        """What the measure that is watched says, up to a step."""
+        recipe = self.recipe
+        higher = recipe.watch != "loss" and self.task.measure.higher_is_better
+        values = [
+            (entry["step"], entry[BEFORE + recipe.watch]) for entry in self.metrics() if BEFORE + recipe.watch in entry
+        ]
+        return watch(
+            [(step, value) for step, value in values if until is None or step <= until], higher, recipe.patience
+        )
 
     def failure(self) -> str | None:
         """Why the last attempt failed, if it did."""
@@ -286,12 +371,32 @@ def folders_of_runs(below: Path) -> list[Path]:
     return sorted(path.parent for path in below.rglob(RECIPE))
 
 
+def find_run(name: Path | str) -> Run:
+    """The run of a name, whether it is there or not: a folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
+    text = str(name)
+    if text.startswith(PRETRAINED):
+        return Run(PRETRAINED_FOLDER / lookup(pretrained_runs(), text.removeprefix(PRETRAINED), "pretrained"))
+    folder, at, which = text.rpartition("@")
+    if at and (which == BEST or which.isdecimal()) and not Path(text).exists():
+        return Run(folder, BEST if which == BEST else int(which))
+    return Run(name)
+
+
+def pretrained_runs() -> dict[str, str]:
+    """The folders of the small trained models that come with the package, by name."""
+    return {path.parent.name: path.parent.name for path in sorted(PRETRAINED_FOLDER.glob(f"*/{RECIPE}"))}
+
+
 def load_run(folder: Path | str) -> Run:
-    """The run in a folder: its ``recipe``, ``task``, ``model``, ``results`` and ``metrics()``.
+    """The run of a name: its ``recipe``, ``task``, ``model``, ``results`` and ``metrics()``.
+
+    Args:
+        folder: the run's folder; FOLDER@best for the checkpoint that validation found best, FOLDER@STEP for that of a
+            step, or pretrained:NAME for a model that comes with the package.
 
     Raises a ValueError unless the folder holds one that this version can read.
     """
-    run = Run(folder)
+    run = find_run(folder)
     _ = run.recipe
     return run
 
@@ -331,6 +436,10 @@ class Log:
     def __exit__(self, *_: object) -> None:
         if self.active:
             self.file.close()
+
+
+def _same_rate(one: Recipe, other: Recipe, step: int) -> bool:
+    return learning_rate(one, step) == learning_rate(other, step)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -20,18 +20,25 @@ from tra.recipes import Recipe
 from tra.runs import checkpoint
 from tra.runs.batches import training_batches
 from tra.runs.distributed import agreed, make_accelerator
+from tra.runs.evaluation import measure as measure_set
 from tra.runs.evaluation import measure_all
 from tra.runs.folder import Run
+from tra.runs.initial import load_initial_weights
 from tra.runs.memory import check_training
+from tra.runs.schedule import learning_rate
 from tra.runs.step import TrainingStep
+from tra.runs.validation import BEFORE, as_metrics
 from tra.tasks import Batch, Task
 from tra.tasks.base import seed_of
 
 
-def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = (), resume: bool = True) -> Run:
+def train(
+    recipe: Recipe, folder: Path | str, *, track: Sequence[str] = (), resume: bool = True, measure: bool = True
+) -> Run:
     """Train a recipe in a run folder, measure it on its evaluations, and store what was found.
 
-    A run that was interrupted goes on from its last checkpoint, and one that is finished is not touched. Under
+    A run that was interrupted goes on from its last checkpoint, and one that is finished is not touched. A recipe with
+    more steps, as :meth:`Recipe.extended <tra.recipes.Recipe.extended>` gives it, extends the run. Under
     ``torchrun`` or ``accelerate launch`` every process calls this; all of them measure, the first stores.
 
     Args:
@@ -39,6 +46,7 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = (), resu
         folder: the run's folder; see :class:`~tra.runs.Run` for what it will hold.
         track: trackers that accelerate knows, "tensorboard" say, which are told the metrics too.
         resume: False refuses a folder that holds a run already.
+        measure: False leaves out measuring at the end; :func:`evaluate` does it later.
 
     Returns:
         The run, with its ``model`` and ``results``.
@@ -71,13 +79,14 @@ def train(recipe: Recipe, folder: Path | str, *, track: Sequence[str] = (), resu
                 run.record(recipe, task)
             model = trainer.train(track)
             # Asked before anything is stored, so that all processes agree.
-            if not agreed(run.finished(recipe) is not None):
+            if measure and not agreed(first and run.finished(recipe) is not None):
                 results = measure_all(model, task, recipe.evaluations, recipe.model.label)
                 if first:
-                    run.store_results(recipe.steps, task, results)
+                    run.store_results(trainer.saved, task, results)
+                accelerator.log(as_metrics(results, "evaluation/"), step=trainer.saved)
             accelerator.end_training()
     # Known already, in every process; nothing need be loaded.
-    run.recipe, run.task, run.model, run.step = recipe, task, model.eval(), recipe.steps
+    run.recipe, run.task, run.model, run.step = recipe, task, model.eval(), trainer.saved
     return run
 
 
@@ -87,6 +96,8 @@ class _Trainer:
         torch.manual_seed(seed_of("weights", recipe.seed))
         self.model = Decoder(recipe.model)
         self.model.checkpoint_blocks = recipe.gradient_checkpointing
+        if recipe.init_from is not None and not agreed(bool(run.checkpoints.steps())):
+            load_initial_weights(recipe.init_from, self.model)
         self.step = TrainingStep(
             self.model,
             accelerator,
@@ -97,12 +108,14 @@ class _Trainer:
             accumulate=recipe.accumulate,
         )
         self.batch_of_step = training_batches(recipe, task)
+        self.task, self.validation = task, recipe.validation_sets(task)
+        self.validated: Decoder | None = None
         self.saved = 0
 
     def train(self, track: Sequence[str]) -> Decoder:
         recipe, accelerator = self.recipe, self.accelerator
         first = self._resume()
-        if first < recipe.steps:
+        if first < recipe.steps and not agreed(self._has_stopped(first)):
             self._go_on(first, track)
         if accelerator.is_fsdp2:  # this process holds a share of the model only
             last = self.run.checkpoints.latest()
@@ -122,11 +135,12 @@ class _Trainer:
         self.step.model.train()
         with (
             _stop_requested() as stop_requested,
-            self.run.logs(first, writes) as (metrics, speed),
+            self.run.log(first, writes) as metrics,
             progress(f"{recipe.name} ({recipe.model.label})", recipe.steps, "step", first) as update,
         ):
-            started, since = time.monotonic(), first
+            seconds, since = 0.0, first
             for step in range(first, recipe.steps):
+                began = time.monotonic()
                 mine = self._part_of(self.batch_of_step(step))
                 # Every process must stop at the same step, so the wish to stop travels with the count.
                 here = torch.tensor([mine.counted[:, 1:].sum(), stop_requested()], device=accelerator.device)
@@ -139,21 +153,52 @@ class _Trainer:
                     )
                 loss, norm = self._step(step, mine, counted)
                 done = step + 1
-                if done % recipe.log_every == 0 or done == recipe.steps:
+                seconds += time.monotonic() - began
+                last = done == recipe.steps
+                validates = recipe.validate_every is not None and (last or done % recipe.validate_every == 0)
+                best = stopped = False
+                if validates or last or done % recipe.log_every == 0:
                     entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": self.step.rate}
-                    metrics.write(entry)
-                    now = time.monotonic()
+                    if validates:
+                        entry |= self._validate(done)
                     tokens = (done - since) * recipe.batch * mine.tokens.shape[1]
-                    speed.write({"step": done, "tokens_per_second": tokens / max(now - started, 1e-9)})
-                    started, since = now, done
+                    entry["tokens_per_second"] = tokens / max(seconds, 1e-9)
+                    metrics.write(entry)
                     accelerator.log(entry, step=done)
+                    seconds, since = 0.0, done
+                if validates:
+                    best = agreed(writes and self.run.watched().best == done)
+                    stopped = agreed(writes and self._has_stopped(done))
                 update(done, loss=loss)
-                if done % recipe.checkpoint_every == 0 or done == recipe.steps:
+                if best or stopped or last or done == recipe.stable_steps or done % recipe.checkpoint_every == 0:
                     self._save(done)
+                if stopped:
+                    say(
+                        f"stopped early after {done} of {recipe.steps} steps: no better {recipe.watch} in the last "
+                        f"{recipe.patience} validations"
+                    )
+                    return
+
+    def _validate(self, done: int) -> dict[str, float]:
+        """Every measure of the validation sets, of a copy of the model: what mixed precision and sharding wrap around
+        the original stays as it is."""
+        recipe = self.recipe
+        if self.validated is None:
+            self.validated = Decoder(recipe.model).to(self.accelerator.device)
+        self.validated.load_state_dict(checkpoint.weights_of(self.model, everywhere=True))
+        results = [measure_set(self.validated, self.task, evaluation) for evaluation in self.validation]
+        found = as_metrics(results)
+        means = (f"{name.replace('_', ' ')} {found[BEFORE + name]:.4g}" for name in results[0].measure_names())
+        say(f"validation at step {done}: {', '.join(means)}")
+        return found
+
+    def _has_stopped(self, done: int) -> bool:
+        """Whether patience has ended with a step."""
+        return self.recipe.patience is not None and self.run.watched(done).stopped is not None
 
     def _step(self, step: int, mine: Batch, counted: int) -> tuple[float, float]:
         """One update; returns the loss over the whole batch and the norm of its gradient."""
-        self.step.rate = self._rate(step)
+        self.step.rate = learning_rate(self.recipe, step)
         # Dropout depends on the step alone, not on what was drawn before it: nothing to save, nothing to restore.
         torch.manual_seed(seed_of("dropout", self.recipe.seed, step, self.accelerator.process_index))
         loss, norm = self.step(mine, counted)
@@ -161,12 +206,9 @@ class _Trainer:
             if not math.isfinite(number):
                 raise DivergenceError(
                     f"the {name} is {number} at step {step + 1}; {self.run.checkpoints.describe_last()}. "
-                    f"A lower learning rate (now {self._rate(step):.3g}) may help"
+                    f"A lower learning rate (now {self.step.rate:.3g}) may help"
                 )
         return loss, norm
-
-    def _rate(self, step: int) -> float:
-        return self.recipe.learning_rate * schedule(step, self.recipe.steps, self.recipe.warmup)
 
     def _part_of(self, batch: Batch) -> Batch:
         size = len(batch) // self.accelerator.num_processes
@@ -180,6 +222,8 @@ class _Trainer:
         self.accelerator.wait_for_everyone()
         found = checkpoints.latest()
         if found is None:
+            if self.recipe.init_from is not None:  # from here on the run needs nothing but itself
+                self._save(0)
             return 0
         checkpoint.restore(found, self.model, self.step.optimizer.optimizer)
         say(
@@ -189,20 +233,18 @@ class _Trainer:
         return found.step
 
     def _save(self, step: int) -> None:
-        if step > self.saved:
-            parts = checkpoint.gathered(self.model, self.step.optimizer.optimizer)
+        if step > self.saved or step == 0:
+            if step == 0:  # to ask for the moments would make some
+                parts: dict[str, Any] = {"model": checkpoint.weights_of(self.model), "optimizer": {}}
+            else:
+                parts = checkpoint.gathered(self.model, self.step.optimizer.optimizer)
             if self.accelerator.is_main_process:
-                self.run.checkpoints.save(step, parts, self.recipe.keep_checkpoints)
+                best = self.run.watched().best if self.validation else None
+                # A longer run goes on from where this one's learning rate begins to fall.
+                besides = [kept for kept in (best, self.recipe.stable_steps) if kept]
+                self.run.checkpoints.save(step, parts, self.recipe.keep_checkpoints, besides)
         self.saved = step
         self.accelerator.wait_for_everyone()
-
-
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Factor on the learning rate: linear up over the first share of the steps, then a cosine towards 0."""
-    rising = warmup * steps
-    if step < rising:
-        return (step + 1) / (rising + 1)
-    return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1.0, steps - rising)))
 
 
 def _flat(nested: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -78,6 +78,15 @@ class Result(ABC):
         """The set, with the stride of sliding windows."""
         return self.set + (f" (stride {self.stride})" if self.stride else "")
 
+    def measures(self) -> dict[str, float]:
+        """Loss, measure and what else there is to follow while training, by name."""
+        return {name: getattr(self, name) for name in self.measure_names()}
+
+    @classmethod
+    def measure_names(cls) -> tuple[str, ...]:
+        """The names of `measures`."""
+        return ("loss", *cls.titles)
+
     @property
     @abstractmethod
     def sequences(self) -> int | None:
@@ -128,6 +137,10 @@ class ExactMatch(Result):
     token_accuracy: float
     tokens: int | None = None
     """How many tokens had to be predicted; earlier versions did not store it."""
+
+    @classmethod
+    def measure_names(cls) -> tuple[str, ...]:
+        return (*super().measure_names(), "token_accuracy")
 
     @classmethod
     def of(cls, evaluation: Evaluation, predictions: Iterable[Prediction]) -> Self:

@@ -759,14 +759,18 @@ def test_without_triton_auto_says_once_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr(triton, "INSTALLED", False)
     monkeypatch.setattr(implementations, "_said", set())
     monkeypatch.setitem(implementations.IMPLEMENTATIONS, "triton", triton)
-    with pytest.warns(UserWarning, match=r"needs Triton: pip install 'threshold-relative-attention\[gpu\]'"):
+    with pytest.warns(
+        UserWarning, match=r"needs Triton: pip install '\.\[gpu\]' in a clone of threshold-relative-attention"
+    ):
         assert implementations.choose("auto", on_fake_gpu(), OPTIONS) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert implementations.choose("auto", on_fake_gpu(), OPTIONS) == "reference"
     with pytest.raises(ValueError, match="impl 'triton' needs Triton"):
         implementations.choose("triton", on_fake_gpu(), OPTIONS)
-    assert triton.about().endswith("not usable here: it needs Triton: pip install 'threshold-relative-attention[gpu]'")
+    assert triton.about().endswith(
+        "not usable here: it needs Triton: pip install '.[gpu]' in a clone of threshold-relative-attention"
+    )
 
 
 def test_cpu_tensors_are_refused_unless_kernels_are_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tra.errors import how_to_install
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options, Result
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +38,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 """Whether Triton runs kernels in Python, on any device. Constants, because torch.compile traces `refusal`."""
 NO_GPU = "needs tensors on a GPU"
 OTHER_TYPE = "computes in float32, bfloat16 and float16"
-NOT_INSTALLED = "needs Triton: pip install 'threshold-relative-attention[gpu]'"
+NOT_INSTALLED = f"needs Triton: {how_to_install('gpu')}"
 
 
 def about() -> str:
