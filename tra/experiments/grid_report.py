@@ -12,9 +12,13 @@ from tra.errors import RunError
 from tra.experiments.cells import Cell
 from tra.experiments.grid import TUNING, Grid
 from tra.experiments.results import Results, records_of
+from tra.experiments.tuning import edges_of
 from tra.files import write_text
 from tra.progress import say
-from tra.report.report_page import Report, RunLine, describe_machine, format_duration, report_html
+from tra.report.conclusions import conclusions
+from tra.report.exploring import explorer
+from tra.report.figures import measures_by_step
+from tra.report.report_page import Report, RunLine, as_svg, describe_machine, format_duration, report_html
 from tra.report.tables import Table, comparison_tables
 from tra.runs import Run
 from tra.runs.folder import folders_of_runs
@@ -22,6 +26,9 @@ from tra.signatures import format_value
 from tra.tasks import Result
 
 SECONDS_BETWEEN_REPORTS = 5.0
+EXPLORER = "explorer.html"
+MOST_EXPLORERS = 24
+"""Pages of attention that are made by themselves: each takes a second or two."""
 
 
 def final_report(
@@ -38,8 +45,9 @@ def final_report(
     return Report(
         title=grid.folder.absolute().name,
         facts=_facts(list(cells), results, runs),
+        conclusions=conclusions(results.every_record()),
         tables=tables,
-        figures=figures,
+        figures={**figures, **_training_figures([cell for cell, found in cells.items() if found is not None])},
         failures={str(key): reason for key, reason in results.failures.items()},
         runs=[_line(cell.label, cell.run, grid.folder, found) for cell, found in cells.items()],
         tuning=_protocol(grid, tried, results),
@@ -49,6 +57,37 @@ def final_report(
             for run in tried
         ],
     )
+
+
+def _training_figures(cells: Sequence[Cell]) -> dict[str, str]:
+    """Loss and validation of all runs of a column over each other, as SVG by name."""
+    columns: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
+    for cell in cells:
+        try:
+            columns.setdefault(cell.column, []).append((cell.row, cell.run.metrics()))
+        except (OSError, RunError):
+            continue  # a damaged log spoils no report
+    return {
+        f"training, {column}": as_svg(measures_by_step(runs, column))
+        for column, runs in columns.items()
+        if any(entry.get("loss") for _, metrics in runs for entry in metrics)
+    }
+
+
+def write_explorers(cells: Sequence[Cell]) -> None:
+    """A page of attention for the first seed of each column and row, where there is none yet and they are few."""
+    first = [cell for cell in cells if cell.recipe.seed == 0]
+    if len(first) > MOST_EXPLORERS:
+        say(f"no pages of attention: {len(first)} are too many; tra inspect RUN --html makes one")
+        return
+    for cell in first:
+        page = cell.run.inspection / EXPLORER
+        if page.exists():
+            continue
+        try:
+            explorer(cell.run).save(page)
+        except (OSError, RunError, RuntimeError, ValueError) as error:
+            say(f"no page of the attention of {cell.label}: {error}")
 
 
 def _facts(cells: Sequence[Cell], results: Results, runs: int) -> dict[str, str]:
@@ -96,7 +135,9 @@ def _protocol(grid: Grid, tried: Sequence[Run], results: Results) -> dict[str, s
     for place in grid.places:
         found = results.tuning.get(grid.tuned_on(place))
         if place in results.places and found is not None and found.chosen is not None:
-            facts[f"chosen for {place}"] = _shown(found.chosen)
+            edges = edges_of(found)
+            at_edge = f" (at the edge of what was tried: {', '.join(edges)})" if edges else ""
+            facts[f"chosen for {place}"] = _shown(found.chosen) + at_edge
     return facts
 
 
@@ -111,11 +152,14 @@ def _shown(value: Any) -> str:
 def _line(label: str, run: Run, folder: Path, results: Sequence[Result] | None) -> RunLine:
     """A run as it stands on the disk, with what it measured at its end."""
     try:
-        curve = [(entry["step"], float(entry["loss"])) for entry in run.metrics()]
+        metrics = run.metrics()
+        curve = [(entry["step"], float(entry["loss"])) for entry in metrics]
+        speed = metrics[-1].get("tokens_per_second") if metrics else None
         steps = run.recipe.steps
     except (KeyError, OSError, RunError, TypeError, ValueError):  # not begun, or damaged
-        curve, steps = [], 0
+        curve, steps, speed = [], 0, None
     step = curve[-1][0] if curve else 0
+    page = run.inspection / EXPLORER
     state = "finished" if results else "failed" if run.failure() else "running" if curve else "waiting"
     return RunLine(
         label=label,
@@ -125,6 +169,8 @@ def _line(label: str, run: Run, folder: Path, results: Sequence[Result] | None) 
         steps=steps,
         curve=curve,
         measured=_measured(results or ()),
+        explorer=page.relative_to(folder).as_posix() if page.exists() else "",
+        speed=speed if isinstance(speed, float) else None,
     )
 
 

@@ -16,7 +16,7 @@ from tra.experiments.cells import Cell
 from tra.experiments.cluster import run_on_cluster
 from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.grid import Grid, part_of
-from tra.experiments.grid_report import final_report, live_report
+from tra.experiments.grid_report import final_report, live_report, write_explorers
 from tra.experiments.local_jobs import run_all, unfinished
 from tra.experiments.merge_results import merge_results, read_results
 from tra.experiments.request import Request
@@ -112,6 +112,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         tuning = tuning_tables(grid.tuning, {place: evidence[place] for place in grid.places if place in evidence})
         shown = _show(experiment, outcome, tuning, request)
         write_json(file, outcome.content)
+        write_explorers(list(states.finished))
         own = {
             cell: states.finished.get(cell)
             for cell in cells

@@ -135,6 +135,26 @@ def chosen_settings(
     return dict(choices[lowest])
 
 
+def edges_of(evidence: Evidence) -> list[str]:
+    """The settings whose chosen value is the least or the greatest that was tried: a better one may lie beyond."""
+    tried: dict[str, set[float]] = {}
+    for part in evidence.rounds:
+        for label in part.losses:
+            for word in label.split(" "):
+                name, _, text = word.partition("=")
+                try:
+                    tried.setdefault(name, set()).add(float(text))
+                except ValueError:
+                    continue  # no number
+    return [
+        name
+        for name, value in (evidence.chosen or {}).items()
+        if len(values := tried.get(name.removeprefix("model.attention_options."), set())) > 1
+        and not isinstance(value, bool | str)
+        and value in (min(values), max(values))
+    ]
+
+
 def tuning_tables(tuning: Tuning | None, evidence: Mapping[Place, Evidence]) -> list[Table]:
     """One for each round."""
     if tuning is None:

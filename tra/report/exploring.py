@@ -12,7 +12,7 @@ from torch import Tensor
 from tra.attention import Attention
 from tra.files import write_text
 from tra.model import Block, Decoder
-from tra.report.colours import NULL, SMALLEST_SHOWN, STEPS
+from tra.report.colours import DARK_NULL, DARK_STEPS, NULL, SMALLEST_SHOWN, STEPS
 from tra.report.inspection import Head
 from tra.report.packing import Arrays, most_tokens_by_weights, pack_layer
 from tra.report.pages import asset, page
@@ -102,7 +102,11 @@ def explore(models: Mapping[str, Decoder], tokens: Tensor, symbols: Sequence[str
     data = {
         "tra": __version__,
         "tokens": list(symbols),
-        "colours": {"null": NULL, "steps": STEPS, "smallest": SMALLEST_SHOWN},
+        "colours": {
+            "smallest": SMALLEST_SHOWN,
+            "light": {"null": NULL, "steps": STEPS},
+            "dark": {"null": DARK_NULL, "steps": DARK_STEPS},
+        },
         "models": [{"label": label, "layers": layers} for label, (_, layers) in packed.items()],
     }
     title = f"Attention of {' beside '.join(models)}"

@@ -49,14 +49,14 @@ def measure_by_length(records: Sequence[Record], title: str = "") -> Figure:
         return small_multiples(records, title)
     measure = type(records[0].result)
     panels_of = grouped(records, lambda record: record.result.place)
-    figure = Figure(figsize=(3.4 * len(panels_of) + 1.6, 3.4), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(panels_of) + 1.6, 4.4), layout="constrained")
     panels = figure.subplots(1, len(panels_of), sharey=True, squeeze=False)[0]
     for panel, (place, mine) in zip(panels, panels_of.items(), strict=True):
         lines = _lines(mine, lambda record: record.row)
         _compare(panel, lines, records[0].trained)
         panel.set(title=place, xlabel=records[0].unit)
         if measure.averages:
-            panel.set_ylim(0.0, 1.0)
+            panel.set_ylim(-0.04, 1.04)  # lines at 0 and 1 lie clear of the axes
     panels[0].set_ylabel(measure.titles[measure.measure])
     return _with_legend(figure, panels[0], title)
 
@@ -67,7 +67,7 @@ def small_multiples(records: Sequence[Record], title: str = "") -> Figure:
     rows = grouped(records, lambda record: record.row)
     across = math.ceil(math.sqrt(1.6 * len(rows)))
     down = math.ceil(len(rows) / across)
-    figure = Figure(figsize=(1.9 * across + 1.4, 1.7 * down + 0.6), layout="constrained")
+    figure = Figure(figsize=(2.4 * across + 1.4, 2.2 * down + 0.6), layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     every = {row: _lines(some, lambda record: record.result.place) for row, some in rows.items()}
     for panel, (row, lines) in zip(panels.flat, every.items(), strict=False):
@@ -79,7 +79,7 @@ def small_multiples(records: Sequence[Record], title: str = "") -> Figure:
         panel.set_title(row, fontsize="small", fontweight="bold" if row == "tra" else "normal")
         panel.tick_params(labelsize="x-small")
         if measure.averages:
-            panel.set_ylim(-0.03, 1.03)
+            panel.set_ylim(-0.05, 1.05)
     for panel in panels.flat[max(0, len(every) - across) : len(every)]:
         panel.tick_params(labelbottom=True)  # also of those with nothing below them
     for panel in panels.flat[len(every) :]:
@@ -221,6 +221,38 @@ def _with_legend(figure: Figure, panel: Axes, title: str) -> Figure:
     if title:
         figure.suptitle(title, fontsize="medium")
     return figure
+
+
+def measures_by_step(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], title: str = "") -> Figure:
+    """The training loss of several runs against steps in one panel, and in others what validation measured.
+
+    Args:
+        runs: the row of each run, and its metrics. Runs of one row have one colour.
+        title: of the figure.
+    """
+    rows = list(dict.fromkeys(row for row, _ in runs))
+    named = {name for _, metrics in runs for entry in metrics for name in entry}
+    wanted = ("loss", "validation/loss", "validation/exact_match", "validation/perplexity")
+    shown = [name for name in wanted if name in named]
+    figure = Figure(figsize=(4.6 * max(1, len(shown)) + 1.6, 4.0), layout="constrained")
+    panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
+    colours = _colours(len(rows))
+    for panel, name in zip(panels, shown, strict=False):
+        told: set[str] = set()
+        for row, metrics in runs:
+            points = [(entry["step"], entry[name]) for entry in metrics if math.isfinite(entry.get(name, math.nan))]
+            if points:
+                colour, first = colours[rows.index(row) % len(colours)], row not in told
+                label = row if first else "_"
+                panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.2, alpha=0.8, label=label)
+                told.add(row)
+        panel.set(xlabel="step", ylabel=name.replace("_", " "))
+        if name.endswith("exact_match"):
+            panel.set_ylim(-0.04, 1.04)
+        else:
+            panel.set_yscale("log")
+        panel.spines[["top", "right"]].set_visible(False)
+    return _with_legend(figure, panels[0], title) if shown else figure
 
 
 def time_by_length(rows: Sequence[Mapping[str, Any]]) -> Figure:

@@ -37,6 +37,10 @@ class RunLine:
     curve: Sequence[tuple[int, float]] = ()
     """Step and loss."""
     measured: str = ""
+    explorer: str = ""
+    """The page of its attention, from where the report is; empty where there is none."""
+    speed: float | None = None
+    """Tokens per second, as logged last."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Report:
 
     title: str
     facts: Mapping[str, str]
+    conclusions: Mapping[str, str] = field(default_factory=dict)
+    """A sentence for each column."""
     tables: Sequence[Table] = ()
     figures: Mapping[str, str] = field(default_factory=dict)
     """SVG by name."""
@@ -63,12 +69,13 @@ def report_html(report: Report) -> str:
     parts = [
         f'<header class="bar"><div><h1>{escape(report.title)}</h1>{_progress(report)}</div></header>',
         "<main>",
-        _section("What was run", _facts(report.facts)),
+        _section("What came out", _facts(report.conclusions), "conclusions") if report.conclusions else "",
         _section("Failures", _facts(report.failures), "failures") if report.failures else "",
-        _section("Tables", "".join(map(table_html, report.tables))) if report.tables else "",
         _section("Figures", "".join(_figure(*pair) for pair in report.figures.items())) if report.figures else "",
+        _section("Tables", "".join(map(table_html, report.tables))) if report.tables else "",
         _section("Runs", _runs(report.runs)) if report.runs else "",
         _section("Tuning", _tuning(report)) if report.tuning else "",
+        _section("What was run", _facts(report.facts)),
         "</main>",
     ]
     data = {"again": SECONDS_BETWEEN_LOADS if report.progress else None}
@@ -131,7 +138,7 @@ def _figure(name: str, svg: str) -> str:
 
 
 def _runs(runs: Sequence[RunLine]) -> str:
-    headings = ("run", "state", "steps", "loss", "curve", "measured")
+    headings = ("run", "attention", "state", "steps", "loss", "tokens/s", "curve", "measured")
     heads = "".join(f'<th scope="col" class="{_kind(name)}">{name}</th>' for name in headings)
     return (
         f'<div class="scroll"><table class="numbers sortable runs"><thead><tr>{heads}</tr></thead>'
@@ -140,17 +147,20 @@ def _runs(runs: Sequence[RunLine]) -> str:
 
 
 def _kind(heading: str) -> str:
-    return "" if heading in ("steps", "loss") else "word"
+    return "" if heading in ("steps", "loss", "tokens/s") else "word"
 
 
 def _run(run: RunLine) -> str:
     losses = [loss for _, loss in run.curve]
+    link = f'<a href="{quote(run.explorer)}">explore</a>' if run.explorer else ""
     steps = f"{run.steps:,}" if run.step == run.steps else f"{run.step:,} of {run.steps:,}"
     cells = (
         f'<td class="word"><a href="{quote(run.folder)}/">{escape(run.label)}</a></td>',
+        f'<td class="word">{link}</td>',
         f'<td class="word {run.state}">{run.state}</td>',
         f"<td>{steps}</td>",
         f"<td>{f'{losses[-1]:.4g}' if losses else ''}</td>",
+        f"<td>{'' if run.speed is None else f'{run.speed:,.0f}'}</td>",
         f'<td class="word">{_curve(run.curve)}</td>',
         f'<td class="word measured">{escape(run.measured)}</td>',
     )

@@ -111,7 +111,7 @@ def comparison_tables(records: Sequence[Record]) -> list[Table]:
     for measure, alike in grouped(records, lambda record: type(record.result)).items():
         if measure.averages:
             field, title = next(iter(measure.titles.items()))
-            stands = [record for record in alike if _stands(record, alike)]
+            stands = [record for record in alike if stands_for_column(record, alike)]
             past = [record for record in stands if record.result.length > record.trained]
             within = [record for record in stands if record.result.length <= record.trained]
             how = f"Mean {title} over the longer lengths."
@@ -196,7 +196,7 @@ def _table(records: Sequence[Record], heading: Callable[[Record], str], field: s
     higher = type(records[0].result).higher_is_better
     cells: dict[tuple[str, str], tuple[float, str]] = {}
     for key, some in grouped(records, lambda record: (record.row, heading(record))).items():
-        cells[key] = _cell(some, field)
+        cells[key] = cell(some, field)
     best = _best({key: mean for key, (mean, _) in cells.items()}, higher)
     marked = {(y, x) for y, row in enumerate(rows) for x, name in enumerate(headings, 1) if (row, name) in best}
     untuned = {record.row for record in records if not record.tuned}
@@ -242,7 +242,7 @@ def _best(means: Mapping[tuple[str, Place], float], higher: bool) -> set[tuple[s
     }
 
 
-def _cell(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float, str]:
+def cell(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float, str]:
     """The mean over seeds of a field, and how it is written."""
     by_seed = grouped(records, lambda record: record.seed)
     # Lengths first, then seeds: the deviation is that between runs.
@@ -321,7 +321,7 @@ def by_length_table(records: Sequence[Record]) -> Table:
     lengths = sorted({record.result.length for record in records})
     measure = type(records[0].result)
     cells = {
-        key: _cell(some, measure.measure, digits=3)
+        key: cell(some, measure.measure, digits=3)
         for key, some in grouped(records, lambda one: (one.row, (one.result.place, one.result.length))).items()
     }
     best = _best({key: mean for key, (mean, _) in cells.items()}, measure.higher_is_better)
@@ -374,7 +374,7 @@ def _window(record: Record) -> str:
     return f"{record.result.length:,}" + (f" by {stride:,}" if stride else "")
 
 
-def _stands(record: Record, records: Sequence[Record]) -> bool:
+def stands_for_column(record: Record, records: Sequence[Record]) -> bool:
     return record.result.set == "all" or not any(
         other.result.set == "all" for other in records if other.column == record.column
     )

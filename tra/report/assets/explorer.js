@@ -3,6 +3,8 @@
 const WINDOW = 64; // tokens along the edge of a large map
 const MOST_LINKS = 80;
 const MOST_KEYS = 100; // rows in the table of keys
+const SHORT = 256; // tokens of a text for which everything is shown at once
+const RESTING = 90; // milliseconds after which a pointer rests
 
 const data = JSON.parse(byId("data").textContent);
 const read = reader(decoded(byId("arrays").textContent));
@@ -193,6 +195,7 @@ function buildView(model, m) {
   });
   view.text.prepend(view.links);
   const tokenAt = (event) => event.target.closest?.(".token")?.dataset.at;
+  view.text.addEventListener("scroll", () => { if (view.places && view.row) paint(view, view.row, view.text.scrollTop); });
   view.text.addEventListener("pointerover", (event) => hover(tokenAt(event), null));
   view.text.addEventListener("click", (event) => pin(tokenAt(event)));
   view.text.addEventListener("focusin", (event) => look(Number(tokenAt(event) ?? state.query), null));
@@ -227,8 +230,24 @@ function step(event, arrows, then = () => {}) {
   then();
 }
 
+// A pointer may move many times in one frame: the first is followed at once, of the others the last in the next frame.
+let following = false;
+let wanted = null;
 function hover(query, key) {
-  if (query !== undefined && !state.pinned) look(Number(query), key);
+  if (query === undefined || state.pinned) return;
+  wanted = [Number(query), key];
+  if (!following) follow();
+}
+
+function follow() {
+  const [query, key] = wanted;
+  wanted = null;
+  following = true;
+  if (query !== state.query || key !== state.key) look(query, key);
+  requestAnimationFrame(() => {
+    following = false;
+    if (wanted && !state.pinned) follow();
+  });
 }
 
 function pin(query, key = null) {
@@ -293,7 +312,7 @@ function showRow() {
       ...(state.pinned ? [element("span", { class: "pin", text: " pinned, Esc releases" })] : []),
     );
     showText(view, row, scrolled[m]);
-    showKeys(view, layer, head, row);
+    showKeysSoon(view, layer, head, row);
     const key = state.key === null ? "" : ` Key ${inWords(tokens[state.key])}: ${details(layer, head, row, state.key).join(", ")}.`;
     return `${models.length > 1 ? `${models[m].label}: ` : ""}query ${state.query + 1}, ${inWords(tokens[state.query])}, ${sentence}${key}`;
   });
@@ -324,23 +343,43 @@ function details(layer, head, row, key) {
   if (row.scores) found.push(`score ${fixed(row.scores[key], 3)}`);
   if (layer.keepsSome(head)) found.push(row.kept[key] ? "kept" : "not kept");
   if (row.distance && row.kept[key]) found.push(`contextual distance ${row.distance[key]}`);
-  found.push(`${plural(state.query - key, "token")} back`);
+  found.push(`${plural(row.weights.length - 1 - key, "token")} back`);
   const gate = layer.gate(head, key);
   if (gate !== null) found.push(`gate ${gate.toFixed(3)}`);
   found.push(row.weights[key] === 0 ? "weight exactly 0" : `weight ${weightText(row.weights[key])}`);
   return found;
 }
 
-// Only what changes is touched: of thousands of tokens a query changes few.
-function showText(view, row, scrolled) {
-  view.tokens.forEach((token, at) => {
+// Only what is seen and changes is touched: of thousands of tokens few are, and a query changes few of them.
+function paint(view, row, scrolled) {
+  const list = colours.list;
+  for (let at = firstSeen(view, scrolled); at < length; at++) {
+    if (view.places[at][1] > scrolled + 2 * view.height) break;
     const code = at > state.query ? -1 : colours.code(row.weights[at]);
-    if (view.painted[at] === code) return;
+    if (view.painted[at] === code) continue;
     view.painted[at] = code;
+    const token = view.tokens[at];
     token.className = `token${code === -1 ? " future" : code === 0 ? " null" : ""}`;
-    token.style.backgroundColor = code === -1 ? "" : colours.list[code];
+    token.style.backgroundColor = code === -1 ? "" : list[code];
     token.style.color = code === -1 ? "" : colours.ink(code);
-  });
+  }
+}
+
+// The first token that is not more than a window's height above what is seen; tokens lie in lines, from top to bottom.
+function firstSeen(view, scrolled) {
+  let low = 0;
+  let high = length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (view.places[middle][1] < scrolled - view.height) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+function showText(view, row, scrolled) {
+  view.row = row;
+  paint(view, row, scrolled);
   const asking = view.tokens[state.query];
   if (view.asking !== asking) {
     if (view.asking) {
@@ -354,7 +393,10 @@ function showText(view, row, scrolled) {
   drawLinks(view, row);
   const [, top, height] = view.places[state.query];
   const hidden = top < scrolled || top + height > scrolled + view.height;
-  if (hidden && !view.text.matches(":hover")) view.text.scrollTop = top - view.height / 2;
+  if (hidden && !view.text.matches(":hover")) {
+    view.text.scrollTop = top - view.height / 2;
+    paint(view, row, top - view.height / 2);
+  }
 }
 
 function measure(view) {
@@ -398,6 +440,13 @@ const KEY_COLUMNS = {
   back: { title: "tokens back", value: (_, key) => state.query - key, text: (_, key) => (state.query - key).toLocaleString("en") },
   gate: { title: "gate", has: ({ layer }) => layer.gates, value: ({ layer, head }, key) => layer.gate(head, key), text: ({ layer, head }, key) => layer.gate(head, key).toFixed(4) },
 };
+
+// The list of a long text waits until the pointer rests: to make it takes longer than a frame.
+function showKeysSoon(view, layer, head, row) {
+  clearTimeout(view.later);
+  if (length <= SHORT) showKeys(view, layer, head, row);
+  else view.later = setTimeout(() => showKeys(view, layer, head, row), RESTING);
+}
 
 function showKeys(view, layer, head, row) {
   const about = { layer, head, row };
@@ -458,7 +507,14 @@ function pointed(map, m, event) {
 
 // ---- links to a view
 
+let remembering = 0;
 function remember() {
+  clearTimeout(remembering);
+  if (length <= SHORT) writeAddress();
+  else remembering = setTimeout(writeAddress, RESTING);
+}
+
+function writeAddress() {
   const said = {
     heads: state.heads.map(([at, head]) => `${at + 1}.${head + 1}`).join(","),
     query: state.query + 1,
@@ -496,7 +552,7 @@ function recall() {
 }
 
 async function copyLink() {
-  remember();
+  writeAddress();
   try {
     await navigator.clipboard.writeText(location.href);
     notify("The link is copied.");
@@ -563,8 +619,8 @@ function showLegend() {
     pen.fillRect(x, 0, 1, 1);
   }
   const sample = (kind, text) => element("span", {}, element("i", { class: `swatch ${kind}` }), text);
-  byId("legend").append(
-    sample("white", "white: exactly 0"),
+  byId("legend").replaceChildren(
+    sample("null", `${darkScheme.matches ? "the page's dark" : "white"}: exactly 0`),
     element("span", {}, "weight ", element("small", { text: `\u2264 ${colours.smallest}` }), ramp, element("small", { text: "1" })),
     sample("later", "cannot be seen"),
   );
@@ -629,7 +685,12 @@ function begin() {
     showMaps();
     showRow();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { showMaps(); showRow(); });
+  darkScheme.addEventListener("change", () => {
+    pictures.clear();
+    for (const view of views) view.painted.fill(-2);
+    showLegend();
+    refresh();
+  });
   showLegend();
   aboutPage();
   recall();

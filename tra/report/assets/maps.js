@@ -2,18 +2,29 @@
 
 const LARGEST_SIDE = 620;
 
-class Colours {
-  constructor({ null: none, steps, smallest }) {
-    this.smallest = smallest;
-    this.list = [none];
-    const channels = steps.map((step) => [1, 3, 5].map((at) => parseInt(step.slice(at, at + 2), 16)));
-    for (let code = 1; code < 256; code++) {
-      const at = ((code - 1) / 254) * (steps.length - 1);
-      const low = Math.min(Math.floor(at), steps.length - 2);
-      const mixed = channels[low].map((value, c) => Math.round(value + (at - low) * (channels[low + 1][c] - value)));
-      this.list.push(`rgb(${mixed.join(" ")})`);
-    }
+// The colour of each code: that of 0, then 255 from the smallest weight to the greatest.
+function palette({ null: none, steps }) {
+  const list = [none];
+  const channels = steps.map((step) => [1, 3, 5].map((at) => parseInt(step.slice(at, at + 2), 16)));
+  for (let code = 1; code < 256; code++) {
+    const at = ((code - 1) / 254) * (steps.length - 1);
+    const low = Math.min(Math.floor(at), steps.length - 2);
+    const mixed = channels[low].map((value, c) => Math.round(value + (at - low) * (channels[low + 1][c] - value)));
+    list.push(`rgb(${mixed.join(" ")})`);
   }
+  return list;
+}
+
+const darkScheme = matchMedia("(prefers-color-scheme: dark)");
+
+class Colours {
+  constructor({ light, dark, smallest }) {
+    this.smallest = smallest;
+    this.light = palette(light);
+    this.dark = palette(dark);
+  }
+
+  get list() { return darkScheme.matches ? this.dark : this.light; }
 
   // 0 for what is exactly 0, else 1 to 255 by the logarithm of the size.
   code(weight) {
@@ -23,7 +34,12 @@ class Colours {
   }
 
   of(weight) { return this.list[this.code(weight)]; }
-  ink(code) { return code > 120 ? "#ffffff" : "#1c2230"; } // to be read on that colour
+  onPaper(weight) { return this.light[this.code(weight)]; }
+  // To be read on that colour.
+  ink(code) {
+    if (darkScheme.matches) return code > 120 ? "#10141b" : "#e4e8ee";
+    return code > 120 ? "#ffffff" : "#1c2230";
+  }
 }
 
 // Tokens as they can be seen: what is invisible, or turns the direction of text around it, is written out.
@@ -47,9 +63,10 @@ const inWords = (token) => `\u2068${shortened(onAxis(token), 16)}\u2069`;
 function drawSmall(canvas, codes, size, colours) {
   canvas.width = canvas.height = size;
   const pen = canvas.getContext("2d");
+  const list = colours.list;
   for (let query = 0; query < size; query++) {
     for (let key = 0; key <= query; key++) {
-      pen.fillStyle = colours.list[codes[query * size + key]];
+      pen.fillStyle = list[codes[query * size + key]];
       pen.fillRect(key, query, 1, 1);
     }
   }
@@ -137,6 +154,8 @@ class LargeMap {
   mark(query, key) {
     const pen = this.marks.getContext("2d");
     const style = getComputedStyle(this.frame);
+    const quiet = style.getPropertyValue("--quiet");
+    const ink = style.getPropertyValue("--ink");
     const { firstQuery, firstKey, count, rowOf } = this.view;
     pen.clearRect(0, 0, this.width, this.height);
     const row = query === null ? null : rowOf(query).weights;
@@ -147,7 +166,7 @@ class LargeMap {
     for (let at = 0; at < count; at++) {
       const own = firstQuery + at === query;
       if (at % this.every && !own) continue;
-      pen.fillStyle = own ? accent : style.getPropertyValue("--quiet");
+      pen.fillStyle = own ? accent : quiet;
       pen.font = own ? `bold ${this.font}` : this.font;
       pen.fillText(this.tokens[firstQuery + at], this.left - 6, this.top + (at + 0.5) * this.cell);
     }
@@ -158,7 +177,7 @@ class LargeMap {
       pen.save();
       pen.translate(this.left + (at + 0.5) * this.cell, this.top - 6);
       pen.rotate(-Math.PI / 2);
-      pen.fillStyle = weight !== 0 ? style.getPropertyValue("--ink") : style.getPropertyValue("--quiet");
+      pen.fillStyle = weight !== 0 ? ink : quiet;
       pen.font = weight !== 0 ? `bold ${this.font}` : this.font;
       pen.globalAlpha = row && weight === 0 ? 0.55 : 1;
       pen.fillText(this.tokens[firstKey + at], 0, 0);
@@ -221,7 +240,7 @@ class LargeMap {
       if (weight === 0) continue;
       const [x, y] = this.at(query, key);
       const size = round(this.cell);
-      cells.append(make("rect", { x: round(x), y: round(y), width: size, height: size, fill: this.colours.of(weight) }));
+      cells.append(make("rect", { x: round(x), y: round(y), width: size, height: size, fill: this.colours.onPaper(weight) }));
     }
     map.append(cells);
     map.append(make("rect", {
@@ -247,7 +266,7 @@ class LargeMap {
     legend.append(make("text", { x: 26, y: y + 10 }, "exactly 0"));
     for (let at = 0; at < 48; at++) {
       const weight = this.colours.smallest ** (1 - at / 47);
-      legend.append(make("rect", { x: 86 + at * 3, y, width: 3.2, height: 12, fill: this.colours.of(weight) }));
+      legend.append(make("rect", { x: 86 + at * 3, y, width: 3.2, height: 12, fill: this.colours.onPaper(weight) }));
     }
     legend.append(make("text", { x: 86, y: y + 24 }, `\u2264 ${this.colours.smallest}`));
     legend.append(make("text", { x: 230, y: y + 24, "text-anchor": "end" }, "1"));
