@@ -89,12 +89,11 @@ setup: $(READY)
 
 KERNEL := $(wildcard tra/ops/threshold_relative/*.cpp tra/ops/threshold_relative/*.h)
 PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check
-# On Linux, PyPI's torch brings gigabytes of CUDA: without a GPU its own index has one for CPUs.
-CPU_TORCH := --extra-index-url https://download.pytorch.org/whl/cpu
-ifneq ($(shell uname -s),Linux)
-  CPU_TORCH :=
-else ifneq ($(shell command -v nvidia-smi rocm-smi),)
-  CPU_TORCH :=
+# On Linux, PyPI's torch brings gigabytes of CUDA. Without a GPU, and where it can be reached, its own index has one for CPUs.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+REACHED   := from urllib.request import urlopen; urlopen('$(CPU_INDEX)/torch/', timeout=5); print('--extra-index-url $(CPU_INDEX)')
+ifeq ($(shell uname -s)$(shell command -v nvidia-smi rocm-smi),Linux)
+  CPU_TORCH = $(shell $(PYTHON) -c "$(REACHED)" 2>/dev/null)
 endif
 
 $(LEAN): pyproject.toml setup.py constraints.txt $(KERNEL)

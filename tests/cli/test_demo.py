@@ -31,7 +31,7 @@ def test_everything_is_written_for_every_seed_and_the_report_named_last(
         assert (folder / figure).read_bytes().startswith(b"\x89PNG")
     report = (folder / "report.html").read_text()
     assert content["sessions"][0]["command"] in report
-    assert report.count('<svg role="img"') == 2
+    assert report.count('<svg role="img"') == 3
 
 
 def test_a_stopped_demo_says_how_it_goes_on(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.calling import Captured, fails, help_of, json_of, shows
 from tra.cli import main
 from tra.errors import Interrupted
-from tra.experiments import BUILT_IN, Outcome, Request, demo, reproduce
+from tra.experiments import BUILT_IN, Experiment, Outcome, Request, demo, reproduce
 from tra.experiments.request import Shard
 from tra.recipes import RecipeOf
 
@@ -186,7 +186,8 @@ def test_a_file_without_an_experiment_is_refused(tmp_path: Path, capsys: Capture
 
 
 def test_steps_and_other_fields_of_every_recipe_can_be_set(tmp_path: Path, tiny_recipe: RecipeOf) -> None:
-    outcome = reproduce(demo.DEMO, tmp_path / "out", attention=("nope",), steps=2, set={"model.width": 8, "length": 8})
+    experiment = Experiment(scales={"small": {"flip_flop": tiny_recipe}}, rows=("tra", "nope"))
+    outcome = reproduce(experiment, tmp_path / "out", attention=("nope",), steps=2, set={"model.width": 8, "length": 8})
     (cell,) = outcome.cells
     assert (cell.recipe.steps, cell.recipe.model.width, cell.recipe.length) == (2, 8, 8)
     assert [entry.length for entry in cell.recipe.evaluations][::3] == [8, 16], "at as many times the training length"

@@ -15,6 +15,7 @@ from tra.errors import Interrupted
 from tra.experiments import Request, Row, Tuning, grid_report
 from tra.experiments.cells import Cell
 from tra.experiments.local_jobs import run_cell
+from tra.report.conclusions import conclusions
 from tra.report.tables import comparison_tables
 
 TUNED = of_flip_flop(
@@ -45,14 +46,20 @@ def test_a_report_says_what_was_run_how_what_came_of_it_and_what_tuning_took(tmp
         for row in table.rows:
             assert " ".join(cell for cell in row if cell) in said
     assert page.count("<strong>") == sum(len(table.best) for table in comparison_tables(outcome.records)) + 1
-    links = re.findall(r'<a href="([^"]+)">', page)
-    assert len(links) == 6
-    assert all((folder / unquote(link) / "recipe.json").exists() for link in links)
+    links = [folder / unquote(link) for link in re.findall(r'<a href="([^"]+)">', page)]
+    runs, explorers = ([link for link in links if (link.suffix == ".html") == html] for html in (False, True))
+    assert len(runs) == 6
+    assert all((run / "recipe.json").exists() for run in runs)
+    assert len(explorers) == 2, "one for the first seed of each row"
+    assert all("explorer" in page.read_text() for page in explorers)
     assert page.count("<polyline") == 6
-    assert page.count('<svg role="img"') == 1
+    assert page.count('<svg role="img"') == 2
+    assert 'aria-label="training, flip_flop"' in page
+    (sentence,) = conclusions(outcome.records).values()
+    assert f"What came out flip_flop {sentence}" in said
     assert "grid learning_rate = 0.001, 0.002 seeds 1000 rows tra budget 2 runs of" in said
     chosen = content_of(folder)["tuning"]["flip_flop tra"]["chosen"]["learning_rate"]
-    assert f"chosen for flip_flop tra learning_rate = {chosen}" in said
+    assert f"chosen for flip_flop tra learning_rate = {chosen} (at the edge of what was tried: learning_rate)" in said
     assert "<b>rope" not in page, "names are text"
     assert "location.reload" in page
     assert '"again":null' in page

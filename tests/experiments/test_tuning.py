@@ -23,6 +23,7 @@ from tra.experiments.tuning import (
     Round,
     best_choice,
     chosen_settings,
+    edges_of,
     tuning_losses,
     tuning_table,
     tuning_tables,
@@ -406,3 +407,11 @@ def test_what_tuning_trained_is_not_kept(tmp_path: Path, run_here: list[list[Cel
 def test_rounds_and_extensions_that_mean_nothing_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(HALVING, **changes)
+
+
+def test_a_choice_at_the_edge_of_what_was_tried_is_told_from_one_within() -> None:
+    losses = {f"learning_rate={rate:g} qk_norm={norm}": 1.0 for rate in (1e-3, 2e-3, 4e-3) for norm in (True, False)}
+    for rate, edges in ((1e-3, ["learning_rate"]), (2e-3, []), (4e-3, ["learning_rate"])):
+        chosen = {"learning_rate": rate, "model.attention_options.qk_norm": True}
+        assert edges_of(Evidence("copy", [1000], [Round(1.0, losses)], chosen)) == edges
+    assert edges_of(Evidence("copy", [1000], [Round(1.0, {"learning_rate=0.001": 1.0})], {"learning_rate": 1e-3})) == []

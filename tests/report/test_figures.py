@@ -17,6 +17,7 @@ from tra.report.figures import (
     attention_heatmap,
     heatmap_values,
     measure_by_length,
+    measures_by_step,
     perplexity_by_window,
     styled,
 )
@@ -110,7 +111,7 @@ def test_measure_has_a_panel_per_set_and_a_line_per_mechanism(tmp_path: Path) ->
             "rope": [[64, 1.0], [256, 0.117]],
         }
         assert panel.get_xlabel() == "bits"
-        assert panel.get_ylim() == (0.0, 1.0)
+        assert panel.get_ylim() == (-0.04, 1.04)
     assert figure.axes[0].get_ylabel() == "exact match"
     assert figure.get_suptitle() == "flip_flop"
     save_figure(figure, tmp_path / "accuracy.png")
@@ -243,7 +244,7 @@ def test_colours_and_resolution_are_those_of_the_style(tmp_path: Path) -> None:
     assert colours_of(own) == ["#aa0000", "#00bb00"]
     assert colours_of(usual) == ["#1f77b4", "#ff7f0e"]
     heights = [matplotlib.image.imread(tmp_path / f"{name}.png").shape[0] for name in ("own", "usual")]
-    assert heights == [170, 544]  # of 3.4 inches
+    assert heights == [220, 704]  # of 4.4 inches
     with styled("ggplot"):
         assert colours_of(measure_by_length(LINES)) == ["#e24a33", "#348abd"]
 
@@ -275,3 +276,26 @@ def test_a_style_that_does_not_exist_is_named() -> None:
         pass
     with styled(None):
         assert colours_of(measure_by_length(LINES)) == ["#1f77b4", "#ff7f0e"]
+
+
+def test_losses_and_validation_of_runs_lie_over_each_other() -> None:
+    def logged(loss: float) -> list[dict[str, float]]:
+        return [
+            {"step": 1, "loss": 2.0},
+            {"step": 2, "loss": loss, "validation/exact_match": 1.0, "validation/loss": 0.5},
+        ]
+
+    figure = measures_by_step([("tra", logged(0.1)), ("tra", logged(0.2)), ("rope", logged(0.9))], "flip_flop")
+    assert [panel.get_ylabel() for panel in figure.axes] == ["loss", "validation/loss", "validation/exact match"]
+    lines = figure.axes[0].lines
+    assert [line.get_ydata().tolist() for line in lines] == [[2.0, 0.1], [2.0, 0.2], [2.0, 0.9]]
+    assert lines[0].get_color() == lines[1].get_color() != lines[2].get_color()
+    low, high = figure.axes[2].get_ylim()
+    assert low < 0
+    assert high > 1, "a line at 1 lies clear of the edge"
+
+
+def test_lines_at_0_and_1_lie_clear_of_the_axes() -> None:
+    figure = measure_by_length(matches("copy", "tra", "copy", {8: [1.0], 16: [0.0]}))
+    low, high = figure.axes[0].get_ylim()
+    assert low < 0 < 1 < high

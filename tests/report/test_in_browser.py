@@ -460,7 +460,7 @@ def test_a_table_of_a_report_sorts_by_its_numbers_and_keeps_what_it_rests_on_las
     assert tab.page.get_by_role("link", name="rope seed 0").get_attribute("href") == "runs/a%20b/0/"
     assert tab.page.locator(".curve polyline").count() == 1
     box = tab.page.locator("figure svg").bounding_box()
-    assert (box["width"], box["height"]) == (20, 20)
+    assert box["width"] > 500, "figures are large"
     tab.page.reload()
     assert tab.page.evaluate(names) == ["attention", "rope", "alibi", "tra", "nope", TEST_SEQUENCES], "as it was left"
 
