@@ -35,7 +35,7 @@ FIGURE2 = Experiment(
         "small": {"wikitext103": whole_text},
         "paper": {"wikitext103": RECIPES["wikitext103"]},
     },
-    rows=("tra", AIDED, "tra-distance-only", "fot", "alibi", "rope", "cope", "stick-breaking"),
+    rows=("tra", AIDED, "tra-learned", "tra-distance-only", "fot", "alibi", "rope", "cope", "stick-breaking"),
     seeds=3,
     tuning=protocol(1.5e-3, 3e-3, 6e-3),
     at_scale={"smoke": {"tuning": None}, "paper": {"seeds": 4, "tuning": protocol(1e-4, 3e-4, 1e-3)}},
