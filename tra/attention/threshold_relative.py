@@ -81,8 +81,7 @@ class OperatorAttention(Attention):
         return {
             "key_mask": context.key_mask,
             "segment_ids": context.segment_ids,
-            # Where no gradient is recorded it would change nothing.
-            "straight_through": self.straight_through if torch.is_grad_enabled() else 0.0,
+            "straight_through": self.straight_through,
             "dropout": self.active_dropout(context),
             # A key that an early stop leaves out would look as if it had not passed the threshold.
             "tolerance": 0.0 if context.exact else self.tolerance,

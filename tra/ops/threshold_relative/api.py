@@ -1,6 +1,7 @@
 """The public function: every check on its arguments, made once and for every implementation."""
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -15,8 +16,11 @@ ROUNDING = torch.finfo(torch.float32).eps
 LARGEST = torch.finfo(torch.float32).max
 """Half precision is computed in float32."""
 
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COLDEST = 1e-15
 """The least temperature: gradients are divided by it."""
+NUMBERS = (Real, torch.SymFloat, torch.SymInt)
+"""Under torch.compile a number may be symbolic."""
 WITH_AUTOCAST = [name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name)]
 """A constant, because Dynamo of torch 2.10 does not trace the question."""
 
@@ -118,8 +122,8 @@ def _per_row(name: str, given: float | Tensor | None, query: Tensor) -> tuple[Te
     if not isinstance(given, Tensor):
         return None, given
     rows = query.shape[:3]
-    if not given.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {given.dtype}")
+    if given.dtype not in TYPES:
+        raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {given.dtype}")
     if given.device != query.device:
         raise ValueError(f"{name} must be on the device of query, {query.device}, got {given.device}")
     if given.dim() > 3 or any(
@@ -167,8 +171,8 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) -> bool:
         and queries <= keys
         and dtype == key.dtype == value.dtype
         and device == key.device == value.device == log_gate.device
-        and dtype.is_floating_point
-        and log_gate.dtype.is_floating_point
+        and dtype in TYPES
+        and log_gate.dtype in TYPES
         and isinstance(query, Tensor)
     )
 
@@ -186,8 +190,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor) 
             raise ValueError(f"{name} must be a tensor {dims}, got {type(tensor).__name__}")
         if tensor.dim() != dims.count(",") + 1:
             raise ValueError(f"{name} must have the dimensions {dims}, got shape {_shape(tensor)}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.dtype not in TYPES:
+            raise ValueError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
         if tensor.dtype != query.dtype and name != "log_gate":
@@ -233,9 +237,11 @@ def _check_options(
     score_bound: float | None,
 ) -> None:
     """`threshold` and `score_bound` are None where they are tensors."""
-    for name, number in (("scale", scale), ("straight_through", straight_through), ("dropout", dropout)):
-        if number is None:
-            raise ValueError(f"{name} must be a number, got None")
+    numbers = (("scale", scale), ("straight_through", straight_through), ("dropout", dropout))
+    optional = (("threshold", threshold), ("tolerance", tolerance), ("score_bound", score_bound))
+    for name, number in (*numbers, *((name, number) for name, number in optional if number is not None)):
+        if not isinstance(number, NUMBERS):
+            raise ValueError(f"{name} must be a number, got {type(number).__name__}")
     # Comparisons, not math.isfinite: under torch.compile a number may be symbolic.
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale!r}")

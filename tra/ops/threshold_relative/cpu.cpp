@@ -50,6 +50,18 @@ bool find_norms(Plan& plan) {
     });
 }
 
+// What all values of a head have in common.
+bool find_centers(Plan& plan) {
+    const TraProblem& p = plan.problem;
+    const int64_t heads = p.batch * p.key_heads, size = heads * p.value_width;
+    if (p.piece && p.dropout == 0) return plan.center.assign(p.piece->center, p.piece->center + size), true;
+    plan.center.assign(size, 0.0f);
+    if (p.dropout > 0) return true;
+    return run_team(p, heads, double(size) * p.key_length, [&] {
+        return [&](int64_t item) { plan.find_center(item / p.key_heads, item % p.key_heads); };
+    });
+}
+
 TraStatus forward(const TraProblem& p) {
     Plan plan(p);
     expect_large(plan, p.output, p.query_heads, p.query_length, p.value_width);
@@ -77,7 +89,7 @@ TraStatus backward(const TraProblem& p) {
     expect_large(plan, p.grad_key, p.key_heads, p.key_length, p.width);
     expect_large(plan, p.grad_value, p.key_heads, p.key_length, p.value_width);
     if (!find_norms(plan)) return kTraNoMemory;
-    plan.find_centers();
+    if (!find_centers(plan)) return kTraNoMemory;
     double work = 2 * double(p.batch * p.query_heads) * p.query_length * p.key_length * p.width;
     BackwardShare share(plan);
     return run_team(p, share.items(), work, [&] { return BackwardWorker(plan, share); }) ? kTraDone : kTraNoMemory;

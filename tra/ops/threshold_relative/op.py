@@ -16,6 +16,7 @@ from tra.ops.threshold_relative import cpu, reference
 from tra.ops.threshold_relative.call import Inputs, Options, Result
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 from tra.ops.threshold_relative.registration import (
+    DOUBLE_BACKWARD,
     LIBRARY,
     Operators,
     define,
@@ -40,15 +41,22 @@ def attend(inputs: Inputs, options: Options, impl: str) -> Tensor:
         # Within torch.func's transforms Dynamo does not say which tensors want gradients. A trace is checked by another
         # one, without gradients, that must be the same.
         training = torch.jit.is_tracing() or torch.is_grad_enabled()
+        options = options if training else _without_backward(options)
         return python_operators(impl).forward(*inputs, *options, training)[0]
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None):
         return _Attention.apply(impl, *inputs, *options, True)[0]
-    if not torch.is_inference_mode_enabled():  # which has no tangents
-        _refuse_tangents(inputs)
-    return _forward(impl, *inputs, *options, False)[0]
+    _refuse_tangents(inputs)
+    return _forward(impl, *inputs, *_without_backward(options), False)[0]
+
+
+def _without_backward(options: Options) -> Options:
+    """What only backward needs is not prepared where none follows."""
+    return options._replace(straight_through=0.0) if options.straight_through else options
 
 
 def _refuse_tangents(inputs: Inputs) -> None:
+    if torch.is_inference_mode_enabled():  # which has no tangents
+        return
     for x in inputs:
         if x is not None and unpack_dual(x).tangent is not None:
             raise unsupported(FORWARD_MODE)
@@ -116,7 +124,7 @@ class _Backward(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise unsupported("double backward: it is differentiable once")
+        raise unsupported(DOUBLE_BACKWARD)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
@@ -143,6 +151,7 @@ def _register(impl: str) -> Operators:
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         inputs, options, (training,) = unflatten(arguments)
+        _refuse_tangents(inputs)  # of a stored graph, which does not pass `attend`
         log_gate = inputs.log_gate
         # Here, not in `api`, because tracing and transforms have no data to read before this. Free on a CPU only.
         if log_gate.is_cpu and bool((log_gate > 0).any()):

@@ -4,6 +4,7 @@ A row needs nothing of the keys behind it but what it has summed up and counted,
 on when the next ones are at hand, here or in another process. A row that is done asks for no more of them.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -387,54 +388,31 @@ class BackwardWalk:
         return RowGradients(query.to(inputs.query.dtype), gate.to(inputs.log_gate.dtype), threshold)
 
 
-SAMPLE = 16
-"""kSample of plan.h."""
+def value_range(value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The least and the greatest of each component among the values that are finite and no padding, ``[B, Hkv, Dv]`` in
+    float32, infinite where there are none: what :func:`value_center` needs of each piece of a sequence."""
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    usable = wide.isfinite().all(-1, keepdim=True)
+    if key_mask is not None:
+        usable = usable & key_mask[:, None, :, None]
+    if value.shape[2] == 0:
+        none = wide.new_full((*value.shape[:2], value.shape[3]), math.inf)
+        return none, -none
+    return wide.masked_fill(~usable, math.inf).amin(2), wide.masked_fill(~usable, -math.inf).amax(2)
 
 
-def first_values(value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The first values that are finite and no padding, ``[B, Hkv, 16, Dv]`` in float32, and how many there are,
-    ``[B, Hkv]``: what :func:`value_center` needs of each piece of a sequence."""
-    batch, heads, count, width = value.shape
-    wide = torch.promote_types(value.dtype, torch.float32)
-    found = value.new_zeros(batch, heads, SAMPLE, width, dtype=wide)
-    # Padding and what is not finite are rare: a few more than are wanted will do nearly always.
-    end = 2 * SAMPLE
-    while True:
-        some = value[:, :, :end].to(wide)
-        usable = some.isfinite().all(-1)
-        if key_mask is not None:
-            usable = usable & key_mask[:, None, :end]
-        if end >= count or bool((usable.sum(-1) >= SAMPLE).all()):
-            break
-        end *= 4
-    rank = usable.cumsum(-1) - 1
-    for place in range(some.shape[2]):
-        wanted = usable[:, :, place] & (rank[:, :, place] < SAMPLE)
-        if wanted.any():
-            batches, head = wanted.nonzero(as_tuple=True)
-            found[batches, head, rank[batches, head, place]] = some[batches, head, place]
-    return found, usable.sum(-1).clamp(max=SAMPLE)
-
-
-def value_center(found: list[tuple[Tensor, Tensor]], dropout: float = 0.0) -> Tensor:
-    """``[B, Hkv, Dv]``: about the mean of the values of a sequence. Backward takes it away from them, because what all
-    values have in common cancels, but not its rounding.
+def value_center(ranges: list[tuple[Tensor, Tensor]], dropout: float = 0.0) -> Tensor:
+    """``[B, Hkv, Dv]``: what all values of a sequence have in common, the one nearest to 0 of each component whose values
+    have one sign. Backward takes it away from them, because it cancels, but not its rounding.
 
     Args:
-        found: :func:`first_values` of all pieces, in the order of the sequence.
+        ranges: :func:`value_range` of all pieces.
         dropout: with which nothing cancels.
     """
-    first, _ = found[0]
-    total, number = torch.zeros_like(first[:, :, 0], dtype=torch.float64), torch.zeros_like(found[0][1])
-    if dropout > 0.0:
-        return total.to(first.dtype)
-    for values, count in found:
-        for place in range(SAMPLE):
-            wanted = (place < count) & (number < SAMPLE)
-            total = total + values[:, :, place].double() * wanted[..., None]
-            number = number + wanted
-    mean = total / number.clamp(min=1)[..., None]
-    return mean.to(first.dtype).where(total.abs() < 1e30, 0.0)
+    least = torch.stack([low for low, _ in ranges]).amin(0)
+    greatest = torch.stack([high for _, high in ranges]).amax(0)
+    none = (least > greatest) | (dropout > 0.0)
+    return (least.clamp(min=0.0) + greatest.clamp(max=0.0)).masked_fill(none, 0.0)
 
 
 def _span(impl: str, query: Tensor) -> int:

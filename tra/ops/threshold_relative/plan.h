@@ -146,7 +146,7 @@ struct Plan {
     mutable std::atomic<bool> bound_broken{false};  // one had a larger one
     mutable std::atomic<bool> not_in_pieces{false}; // a row of a piece needs all its keys at once
     std::vector<float> largest_norm;     // [batch, key head, key]: over this key and all before it
-    std::vector<float> center;           // backward: [batch, key head, component], about the mean of the values
+    std::vector<float> center;           // backward: [batch, key head, component], what the values have in common
     std::vector<int32_t> segment_start;  // [batch, key]: the first key of the same document
     std::vector<std::vector<int32_t>> span_starts;  // [batch]: of padded sequences, the first key of each span
 
@@ -313,28 +313,24 @@ struct Plan {
         return count;
     }
     // Gradients of scores are differences of products with values, in which what all values have in common cancels, but
-    // not its rounding: backward takes it away before. Any numbers will do, and the mean of a few values is near enough.
-    // Dropout multiplies each product by another factor, and nothing cancels.
-    void find_centers() {
-        constexpr int64_t kSample = 16;
+    // not its rounding: backward takes it away before. Of each component it is the value nearest to 0 where all have one
+    // sign, so that no value becomes larger and a row keeps its precision whatever the values of others are. Dropout
+    // multiplies each product by another factor, and nothing cancels.
+    void find_center(int64_t batch, int64_t head) {
         const TraProblem& p = problem;
-        const int64_t size = p.batch * p.key_heads * p.value_width;
-        center.assign(size, 0.0f);
-        if (p.dropout > 0) return;
-        if (p.piece) return center.assign(p.piece->center, p.piece->center + size);
-        Components row;
-        for (int64_t head = 0; head < p.batch * p.key_heads; head++) {
-            double sum[kWidest] = {};
-            int64_t count = 0;
-            for (int64_t key = 0; key < p.key_length && count < kSample; key++) {
-                if (!valid(head / p.key_heads, key)) continue;
-                if (!read_finite(p.value, head / p.key_heads, head % p.key_heads, key, p.value_width, row)) continue;
-                for (int64_t d = 0; d < p.value_width; d++) sum[d] += row[d];
-                count++;
+        Components least, greatest, row;
+        std::fill_n(least, p.value_width, kInfinity);
+        std::fill_n(greatest, p.value_width, -kInfinity);
+        for (int64_t key = 0; key < p.key_length; key++) {
+            if (!valid(batch, key) || !read_finite(p.value, batch, head, key, p.value_width, row)) continue;
+            for (int64_t d = 0; d < p.value_width; d++) {
+                least[d] = std::min(least[d], row[d]);
+                greatest[d] = std::max(greatest[d], row[d]);
             }
-            for (int64_t d = 0; d < p.value_width && count; d++)
-                if (std::fabs(sum[d]) < 1e30) center[head * p.value_width + d] = float(sum[d] / count);
         }
+        float* found = center.data() + (batch * p.key_heads + head) * p.value_width;
+        for (int64_t d = 0; d < p.value_width; d++)
+            if (least[d] <= greatest[d]) found[d] = std::max(least[d], 0.0f) + std::min(greatest[d], 0.0f);
     }
     const float* center_of(int64_t batch, int64_t key_head) const {
         return center.data() + (batch * problem.key_heads + key_head) * problem.value_width;

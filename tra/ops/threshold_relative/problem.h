@@ -34,7 +34,7 @@ struct TraPiece {
     int64_t query_count;         // this many in each head
     const int32_t* row_segment;  // [batch, query_length]: null, or the document a row belongs to,
     const int32_t* row_start;    // and the place of its first key in the sequence
-    const float* center;         // backward: [batch, key_heads, value_width], find_centers() of the whole sequence
+    const float* center;         // backward: [batch, key_heads, value_width], find_center() of the whole sequence
 };
 
 struct TraProblem {

@@ -23,6 +23,7 @@ ARGUMENTS = (
 shape [0] takes their place."""
 ARGUMENT_COUNT = TENSORS + len(Options._fields)
 LIBRARY = torch.library.Library("tra", "FRAGMENT")
+DOUBLE_BACKWARD = "double backward: it is differentiable once"
 
 
 class Operators(NamedTuple):
@@ -79,6 +80,8 @@ def define(name: str, residual_dtypes: Callable[[], Collection[torch.dtype]]) ->
         setup_context=lambda ctx, inputs, output: save_for_backward(ctx, inputs[:-1], output),
         lib=LIBRARY,
     )
+    # Without this PyTorch would return gradients of gradients from which this operator is missing.
+    torch.library.register_autograd(f"tra::{full}_backward", _refuse_double_backward, lib=LIBRARY)
     return operators
 
 
@@ -115,6 +118,10 @@ def define_pieces(name: str) -> PieceOperators:
     return PieceOperators(
         find(f"{full}_piece").default, find(f"{full}_piece_backward").default, find(f"{full}_span").default
     )
+
+
+def _refuse_double_backward(*_: Any) -> Any:
+    raise unsupported(DOUBLE_BACKWARD)
 
 
 def save_for_backward(ctx: Any, arguments: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
