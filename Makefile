@@ -77,7 +77,7 @@ sanitize: setup
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r tra tests conftest.py setup.py pyproject.toml README.md LICENSE $(SANITIZED)
 	rm -f $(SANITIZED)/tra/ops/threshold_relative/*.so
-	cd $(SANITIZED) && CFLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
+	cd $(SANITIZED) && CFLAGS="-g -DTRA_POISON -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
 	  $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import random_inputs
+from tra.attention import ThresholdRelativeAttention
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
@@ -382,6 +383,52 @@ def test_the_kernel_refuses_dtypes_that_it_cannot_read(other: torch.dtype) -> No
     call = (key, value.to(other), log_gate, *[None] * 6, 1.0, 0.0, 0.0, 0.0, 0.0, None, False)
     with pytest.raises(RuntimeError, match="query, key and value must have one dtype"):
         cpu.operators().forward(query, *call)
+
+
+@pytest.mark.parametrize(
+    "place, wrong, message",
+    [
+        (1, (2, 3, 6, 5), r"key must have the shape \[2, 3, 6, 4\]"),
+        (2, (2, 3, 5, 4), r"value must have the shape"),
+        (3, (2, 3, 5), r"log_gate must have the shape"),
+        (4, (2, 5), r"key_mask must have the shape"),
+        (5, (1, 6), r"segment_ids must have the shape"),
+        (7, (2, 3, 1), r"row_threshold must have the shape"),
+        (8, (3, 6), r"row_bound must have the shape"),
+        (9, (3,), r"key_lengths must have the shape"),
+    ],
+)
+def test_the_kernel_refuses_shapes_that_it_would_read_past(place: int, wrong: tuple[int, ...], message: str) -> None:
+    """A graph that was traced or stored hands them over without the checks of the public function."""
+    query, key, value = torch.randn(3, 2, 3, 6, 4).unbind()
+    call = [query, key, value, -torch.rand(2, 3, 6), *[None] * 6, 1.0, 0.0, 0.0, 0.0, 0.0, None, False]
+    dtype = {4: torch.bool, 5: torch.int64, 9: torch.int32}.get(place, torch.float32)
+    call[place] = torch.zeros(wrong).to(dtype)
+    with pytest.raises(RuntimeError, match=message):
+        cpu.operators().forward(*call)
+    call[place] = None if place > 3 else call[place]
+    call[4] = torch.ones(2, 6)
+    with pytest.raises(RuntimeError, match="key_mask must be boolean"):
+        cpu.operators().forward(*call)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_exported_graphs_raise_instead_of_returning_a_number() -> None:
+    query, *others = random_inputs(dtype=torch.float32)
+    graph = torch.export.export(Attend(), (query, *others)).module()
+    with dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        graph(make_dual(query, torch.ones_like(query)), *others)
+    leaf = query.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(graph(leaf, *others).square().sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.autograd.grad(gradient.sum(), leaf)
+
+
+@pytest.mark.filterwarnings("ignore")  # of tracing, which is deprecated and says much
+def test_a_layer_that_learns_through_its_threshold_can_be_traced() -> None:
+    layer, x = ThresholdRelativeAttention(32, 4, straight_through=0.5).eval(), torch.randn(1, 7, 32)
+    traced = torch.jit.trace(layer, x)
+    assert_close(traced(x), layer(x), rtol=0.0, atol=0.0)
 
 
 def test_graphs_name_no_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

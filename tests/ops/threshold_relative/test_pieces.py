@@ -17,8 +17,8 @@ from tra.ops.threshold_relative.pieces import (
     PiecesInOrder,
     Rows,
     Walk,
-    first_values,
     value_center,
+    value_range,
 )
 
 
@@ -80,7 +80,8 @@ class Sequence:
         if self.segments is not None:
             same = self.segments[:, :, None] == self.segments[:, None]
             segments, starts = self.segments[:, begin:end], same.int().argmax(-1)[:, begin:end]
-        return Rows(inputs, self.options, begin, self.length, segments=segments, starts=starts)
+        valid = None if self.mask is None else self.mask.sum(1)
+        return Rows(inputs, self.options, begin, self.length, segments=segments, starts=starts, valid_keys=valid)
 
     def piece(self, begin: int, end: int) -> Piece:
         mask = self.mask
@@ -108,7 +109,7 @@ class Sequence:
         self, result: Result, cuts: list[int], begin: int = 0, end: int | None = None, impl: str = "cpu"
     ) -> list[Tensor | None]:
         end = self.length if end is None else end
-        center = value_center([first_values(self.inputs.value, self.mask)], self.options.dropout)
+        center = value_center([value_range(self.inputs.value, self.mask)], self.options.dropout)
         back = BackwardWalk(self.rows(begin, end), result, self.grad[:, :, begin:end], center, impl=impl)
         pieces = [piece.with_gradients() for piece in self.pieces(cuts, end)]
         for piece in pieces:

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -38,19 +39,32 @@ void run_together(void (*part)(void*), void* team, unsigned threads, unsigned) {
     });
 }
 
+int32_t code_of(ScalarType type) {
+    switch (type) {
+        case ScalarType::Float: return aoti_torch_dtype_float32();
+        case ScalarType::BFloat16: return aoti_torch_dtype_bfloat16();
+        case ScalarType::Half: return aoti_torch_dtype_float16();
+        default: throw std::runtime_error("threshold_relative_attention has no results of that dtype");
+    }
+}
+
+// Not torch::stable::empty, which takes as long as a new token.
 Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType type) {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t n = sizes.size() - 1; n > 0; n--) strides[n - 1] = strides[n] * std::max<int64_t>(sizes.begin()[n], 1);
     AtenTensorHandle handle;
     if (aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides.data(),
-                                 torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-                                 aoti_torch_device_type_cpu(), 0, &handle)) {
+                                 code_of(type), aoti_torch_device_type_cpu(), 0, &handle)) {
         int64_t count = 1;
         for (int64_t size : sizes) count *= size;
         throw std::runtime_error("threshold_relative_attention: the CPU ran out of memory for a result of " +
                                  std::to_string(count) + " numbers");
     }
-    return Tensor(handle);
+    Tensor result(handle);
+#ifdef TRA_POISON  // `make sanitize`: what is never written is NaN
+    std::memset(result.data_ptr(), 0xff, size_t(result.numel()) * (type == ScalarType::Float ? 4 : 2));
+#endif
+    return result;
 }
 Tensor absent() { return new_tensor({0}, ScalarType::Float); }
 Tensor new_like(const Tensor& tensor, ScalarType type) {
@@ -70,6 +84,18 @@ TraTensor view(const Tensor& tensor) {
     return result;
 }
 TraTensor view(const Maybe& tensor) { return tensor ? view(*tensor) : TraTensor{}; }
+
+void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+    bool fits = tensor.dim() == int64_t(sizes.size());
+    for (size_t n = 0; fits && n < sizes.size(); n++) fits = tensor.size(int64_t(n)) == sizes.begin()[n];
+    if (fits) return;
+    std::string text = std::string(name) + " must have the shape [";
+    for (int64_t size : sizes) text += (text.back() == '[' ? "" : ", ") + std::to_string(size);
+    throw std::runtime_error(text + "]");
+}
+void check(const char* name, const Maybe& tensor, std::initializer_list<int64_t> sizes) {
+    if (tensor) check(name, *tensor, sizes);
+}
 
 // A call as the kernel reads it, and the tensors that it was converted from, which must outlive it.
 struct Call {
@@ -91,6 +117,25 @@ struct Call {
         const bool known = type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
         if (!known || key.scalar_type() != type || value.scalar_type() != type)
             throw std::runtime_error("query, key and value must have one dtype of float32, bfloat16 and float16");
+        const auto is = [](const Maybe& tensor, ScalarType one, ScalarType other) {
+            return !tensor || tensor->scalar_type() == one || tensor->scalar_type() == other;
+        };
+        if (!is(key_mask, ScalarType::Bool, ScalarType::Bool)) throw std::runtime_error("key_mask must be boolean");
+        if (!is(segment_ids, ScalarType::Int, ScalarType::Long) || !is(key_lengths, ScalarType::Int, ScalarType::Long) ||
+            !is(dropout_seed, ScalarType::Long, ScalarType::Long))
+            throw std::runtime_error("segment_ids and key_lengths must be int32 or int64, and dropout_seed int64");
+        if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || key.size(1) < 1 || query.size(1) % key.size(1))
+            throw std::runtime_error("query, key and value must be [B, H, L, D], with a multiple of the heads of key");
+        const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2), keys = key.size(2);
+        check("key", key, {batch, key.size(1), keys, query.size(3)});
+        check("value", value, {batch, key.size(1), keys, value.size(3)});
+        check("log_gate", log_gate, {batch, heads, rows});
+        check("key_mask", key_mask, {batch, keys});
+        check("segment_ids", segment_ids, {batch, keys});
+        check("row_threshold", row_threshold, {batch, heads, rows});
+        check("row_bound", row_bound, {batch, heads, rows});
+        check("key_lengths", key_lengths, {batch});
+        check("dropout_seed", dropout_seed, {1});
         TraProblem& p = problem;
         p.query = view(query);
         p.key = view(key);
@@ -127,8 +172,8 @@ struct Call {
     }
 
     // The keys are a piece of a sequence of `all_keys`.
-    void take_piece(const Tensor& state, const Maybe& row_segments, const Maybe& row_starts, int64_t first_query,
-                    int64_t all_queries, int64_t first_key, int64_t all_keys) {
+    void take_piece(const Tensor& state, const Maybe& row_segments, const Maybe& row_starts, const Maybe& valid_keys,
+                    int64_t first_query, int64_t all_queries, int64_t first_key, int64_t all_keys) {
         TraProblem& p = problem;
         if (!lengths.empty()) throw std::runtime_error("key_lengths must not be given with pieces of a sequence");
         if (state.size(3) != state_size(p.grad_output.data)) throw std::runtime_error("state must have another size");
@@ -143,6 +188,10 @@ struct Call {
         piece.query_count = all_queries;
         if (row_segments) piece.row_segment = static_cast<const int32_t*>(row_segments->data_ptr());
         if (row_starts) piece.row_start = static_cast<const int32_t*>(row_starts->data_ptr());
+        if (valid_keys) {
+            check("valid_keys", *valid_keys, {p.batch});
+            piece.valid_keys = static_cast<const int64_t*>(valid_keys->data_ptr());
+        }
         p.piece = &piece;
     }
     int64_t state_size(bool backward) const { return backward ? 14 + 2 * problem.width : 6 + 2 * problem.value_width; }
@@ -270,9 +319,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     double straight_through, double dropout, double tolerance, std::optional<double> score_bound) {
     Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
               scale, threshold, straight_through, dropout, tolerance, score_bound);
-    if (grad_out.scalar_type() != query.scalar_type())
-        throw std::runtime_error("grad_out must have the dtype of query");
+    if (grad_out.scalar_type() != query.scalar_type() || out.scalar_type() != query.scalar_type())
+        throw std::runtime_error("grad_out and out must have the dtype of query");
     TraProblem& p = call.problem;
+    check("grad_out", grad_out, {p.batch, p.query_heads, p.query_length, p.value_width});
+    check("out", out, {p.batch, p.query_heads, p.query_length, p.value_width});
+    check("row_state", row_state, {p.batch, p.query_heads, p.query_length, 2});
+    if (residual.dim() == 4) check("residual", residual, {p.batch, p.query_heads, p.query_length, p.value_width});
     p.output = view(out);
     p.grad_output = view(grad_out);
     p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
@@ -297,15 +350,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 // One piece of forward: rows that end in it are written to `out`, `row_state` and `residual`.
 void forward_piece(
     const Tensor& state, const Tensor& out, const Tensor& row_state, const Tensor& residual, const Maybe& row_segments,
-    const Maybe& row_starts, int64_t first_query, int64_t all_queries, int64_t first_key, int64_t all_keys,
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
+    const Maybe& row_starts, const Maybe& valid_keys, int64_t first_query, int64_t all_queries, int64_t first_key,
+    int64_t all_keys, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
     const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
     const Maybe& key_lengths, double scale, double threshold, double straight_through, double dropout, double tolerance,
     std::optional<double> score_bound) {
     Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
               scale, threshold, straight_through, dropout, tolerance, score_bound);
     call.check_gate();
-    call.take_piece(state, row_segments, row_starts, first_query, all_queries, first_key, all_keys);
+    call.take_piece(state, row_segments, row_starts, valid_keys, first_query, all_queries, first_key, all_keys);
     TraProblem& p = call.problem;
     p.output = view(out);
     p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
@@ -317,8 +370,8 @@ void forward_piece(
 std::tuple<Tensor, Tensor> backward_piece(
     const Tensor& state, const Tensor& grad_query, const Tensor& grad_gate, const Maybe& grad_threshold,
     const Tensor& center, const Tensor& grad_out, const Tensor& out, const Tensor& row_state, const Tensor& residual,
-    const Maybe& row_segments, const Maybe& row_starts, int64_t first_query, int64_t all_queries, int64_t first_key,
-    int64_t all_keys, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate,
+    const Maybe& row_segments, const Maybe& row_starts, const Maybe& valid_keys, int64_t first_query,
+    int64_t all_queries, int64_t first_key, int64_t all_keys, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate,
     const Maybe& key_mask, const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold,
     const Maybe& row_bound, const Maybe& key_lengths, double scale, double threshold, double straight_through,
     double dropout, double tolerance, std::optional<double> score_bound) {
@@ -329,7 +382,7 @@ std::tuple<Tensor, Tensor> backward_piece(
     p.grad_output = view(grad_out);
     p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
     if (residual.dim() == 4) p.residual = view(residual);
-    call.take_piece(state, row_segments, row_starts, first_query, all_queries, first_key, all_keys);
+    call.take_piece(state, row_segments, row_starts, valid_keys, first_query, all_queries, first_key, all_keys);
     call.piece.center = static_cast<const float*>(center.data_ptr());
     p.grad_query = view(grad_query);
     p.grad_log_gate = view(grad_gate);

@@ -45,7 +45,8 @@ def attend(inputs: Inputs, options: Options, impl: str) -> Tensor:
         return python_operators(impl).forward(*inputs, *options, training)[0]
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None):
         return _Attention.apply(impl, *inputs, *options, True)[0]
-    _refuse_tangents(inputs)
+    if not torch.is_inference_mode_enabled():  # which has no tangents
+        _refuse_tangents(inputs)
     return _forward(impl, *inputs, *_without_backward(options), False)[0]
 
 
@@ -55,8 +56,6 @@ def _without_backward(options: Options) -> Options:
 
 
 def _refuse_tangents(inputs: Inputs) -> None:
-    if torch.is_inference_mode_enabled():  # which has no tangents
-        return
     for x in inputs:
         if x is not None and unpack_dual(x).tangent is not None:
             raise unsupported(FORWARD_MODE)
@@ -151,7 +150,8 @@ def _register(impl: str) -> Operators:
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         inputs, options, (training,) = unflatten(arguments)
-        _refuse_tangents(inputs)  # of a stored graph, which does not pass `attend`
+        if not torch.is_inference_mode_enabled():
+            _refuse_tangents(inputs)  # of a stored graph, which does not pass `attend`
         log_gate = inputs.log_gate
         # Here, not in `api`, because tracing and transforms have no data to read before this. Free on a CPU only.
         if log_gate.is_cpu and bool((log_gate > 0).any()):

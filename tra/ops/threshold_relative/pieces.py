@@ -96,6 +96,7 @@ class Rows:
         all_queries: how many queries the whole call has, for which dropout is drawn; by default as many as keys.
         segments: ``[B, Lq]`` int32: the document of each row, None without documents.
         starts: ``[B, Lq]`` int32: the place of the first key of that document.
+        valid_keys: ``[B]`` integers: how many keys of the sequence are no padding. None: all.
     """
 
     inputs: Inputs
@@ -105,6 +106,7 @@ class Rows:
     all_queries: int | None = None
     segments: Tensor | None = None
     starts: Tensor | None = None
+    valid_keys: Tensor | None = None
 
     def __post_init__(self) -> None:
         query = self.inputs.query
@@ -122,6 +124,8 @@ class Rows:
             self.all_queries = self.length
         if self.segments is not None and self.starts is not None:
             self.segments, self.starts = self.segments.int().contiguous(), self.starts.int().contiguous()
+        if self.valid_keys is not None:
+            self.valid_keys = self.valid_keys.long().contiguous()
 
     def place(self, piece: Piece) -> reference.Place:
         """Where the rows and the keys of the piece are."""
@@ -129,7 +133,9 @@ class Rows:
         first, starts = self.start - (self.length - self.all_queries), self.starts
         if starts is not None and piece.waits_before is not None:
             starts = starts.where(starts >= piece.waits_before, -1).int()  # a document with keys to come goes on
-        return reference.Place(self.segments, starts, first, self.all_queries, piece.start, self.length)
+        return reference.Place(
+            self.segments, starts, self.valid_keys, first, self.all_queries, piece.start, self.length
+        )
 
     def of(self, piece: Piece) -> Inputs:
         """The inputs of a call with the keys of one piece."""
@@ -402,8 +408,8 @@ def value_range(value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def value_center(ranges: list[tuple[Tensor, Tensor]], dropout: float = 0.0) -> Tensor:
-    """``[B, Hkv, Dv]``: what all values of a sequence have in common, the one nearest to 0 of each component whose values
-    have one sign. Backward takes it away from them, because it cancels, but not its rounding.
+    """``[B, Hkv, Dv]``: what all values of a sequence have in common, of each component whose values have one sign the
+    one nearest to 0. Backward takes it away from them, because it cancels, but not its rounding.
 
     Args:
         ranges: :func:`value_range` of all pieces.

@@ -118,10 +118,10 @@ double decay_needed(const TraProblem& p, const Scores& scores, double tolerance)
 // Straight-through, a key that is left out has a gradient of at most 2 h e^(g C) M behind count C, with h <= 1 / (4
 // temperature) the slope of its sigmoid and M the largest |dout . v|: the nearest kept key has a larger score. There may
 // be as many of them as there are keys. Returns the least -g C at which they have together at most tolerance M.
-double decay_needed_left_out(const TraProblem& p) {
+double decay_needed_left_out(const TraProblem& p, int64_t keys) {
     double tolerance = p.tolerance * (1 - p.dropout);
     if (!(tolerance > 0)) return kInfinity;
-    return std::max(std::log(double(p.all_keys) / (2 * double(p.straight_through) * tolerance)), 0.0) * (1 + 1e-9);
+    return std::max(std::log(double(keys) / (2 * double(p.straight_through) * tolerance)), 0.0) * (1 + 1e-9);
 }
 
 // The count at which a row has decayed that much.
@@ -141,7 +141,7 @@ struct Plan {
     Scores scores;                       // of every row, if they are the same for all
     bool same_scores;
     double decay, decay_behind;          // then decay_needed() for the tolerance and for behind_tolerance()
-    double decay_left_out;               // decay_needed_left_out()
+    std::vector<double> decay_left_out;  // [batch]: decay_needed_left_out()
     bool all_safe;                       // no row needs a first walk
     mutable std::atomic<bool> bound_broken{false};  // one had a larger one
     mutable std::atomic<bool> not_in_pieces{false}; // a row of a piece needs all its keys at once
@@ -165,10 +165,12 @@ struct Plan {
         same_scores = !p.row_threshold.data && !p.row_bound.data && p.score_bound >= 0;
         decay = decay_needed(p, scores, p.tolerance);
         decay_behind = decay_needed(p, scores, behind_tolerance());
-        decay_left_out = decay_needed_left_out(p);
         all_safe = same_scores ? scores.spread() <= kSafeSpread : has_bounds() && every_row_is_safe();
         if (p.segment_ids && !p.piece) find_segments();
         if (p.key_mask) find_spans();
+        if (p.straight_through > 0)
+            for (int64_t batch = 0; batch < p.batch; batch++)
+                decay_left_out.push_back(decay_needed_left_out(p, valid_keys(batch)));
         if (!has_bounds()) largest_norm.resize(p.batch * p.key_heads * p.key_length);
     }
 
@@ -303,6 +305,12 @@ struct Plan {
                 before = until;
             }
         }
+    }
+    // Of the sequence, so that the stop is the same padded or not, and in pieces.
+    int64_t valid_keys(int64_t batch) const {
+        const TraProblem& p = problem;
+        if (p.piece) return p.piece->valid_keys ? p.piece->valid_keys[batch] : p.all_keys;
+        return p.key_mask ? count_valid(batch, 0, p.key_length) : p.key_length;
     }
     int64_t count_valid(int64_t batch, int64_t begin, int64_t end) const {
         const int64_t stride = problem.key_mask_stride[1];

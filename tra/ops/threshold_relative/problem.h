@@ -34,6 +34,7 @@ struct TraPiece {
     int64_t query_count;         // this many in each head
     const int32_t* row_segment;  // [batch, query_length]: null, or the document a row belongs to,
     const int32_t* row_start;    // and the place of its first key in the sequence
+    const int64_t* valid_keys;   // [batch]: null, or how many keys of the sequence are no padding
     const float* center;         // backward: [batch, key_heads, value_width], find_center() of the whole sequence
 };
 

@@ -21,6 +21,8 @@ class Place(NamedTuple):
     """[B, I]: documents"""
     row_starts: Tensor | None
     """[B, I]: the first key of each row's document"""
+    valid_keys: Tensor | None
+    """[B]: keys of the sequence that are no padding"""
     first_query: int
     all_queries: int
     first_key: int

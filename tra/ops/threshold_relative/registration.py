@@ -101,8 +101,8 @@ def define_pieces(name: str) -> PieceOperators:
     """Define ``tra::threshold_relative_attention_{name}_piece``, its backward and its span. They write to what they are
     given, and serve neither autograd nor compilation."""
     place = (
-        "Tensor? row_segments, Tensor? row_starts, int first_query, int all_queries, int first_key, int all_keys, "
-        + ARGUMENTS
+        "Tensor? row_segments, Tensor? row_starts, Tensor? valid_keys, "
+        "int first_query, int all_queries, int first_key, int all_keys, " + ARGUMENTS
     )
     full = f"threshold_relative_attention_{name}"
     LIBRARY.define(

@@ -58,7 +58,7 @@ bool open_row(const Plan& plan, int64_t batch, int64_t head, int64_t query, floa
     if (p.straight_through > 0) {
         const double behind = same ? plan.decay_behind : decay_needed(p, scores, plan.behind_tolerance());
         row.limit_behind = count_after(behind, row.gate);
-        row.limit_left_out = count_after(plan.decay_left_out, row.gate);
+        row.limit_left_out = count_after(plan.decay_left_out[batch], row.gate);
     }
     if (p.piece) {
         const int64_t at = batch * p.query_length + query;
