@@ -52,7 +52,7 @@ def find_torch():
     paths = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     spec = PathFinder.find_spec("torch", paths)
     if spec is None or spec.origin is None:
-        return None, "torch is not installed: install torch first, then install this package again"
+        return None, "torch is not found: install it first, and let uv or build use --no-build-isolation"
     torch = Path(spec.origin).parent
     header = torch / "include" / "torch" / "headeronly" / "version.h"
     numbers = re.findall(r"#define TORCH_VERSION_M\w+ (\d+)", header.read_text()) if header.exists() else []

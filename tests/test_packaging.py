@@ -113,7 +113,7 @@ PathFinder.find_spec = lambda name, path=None, target=None: None if name == "tor
 def test_without_torch_the_kernel_is_left_out_and_the_build_says_how_to_get_it(sources: Path) -> None:
     (sources / "sitecustomize.py").write_text(WITHOUT_TORCH)
     said = set_up(sources, "bdist_wheel", "--dist-dir", "dist")
-    assert "the native CPU kernel is left out: torch is not installed: install torch first" in said
+    assert "the native CPU kernel is left out: torch is not found: install it first" in said
     (wheel,) = (sources / "dist").iterdir()
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
