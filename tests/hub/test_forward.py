@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import DynamicCache
 
 from tests.hub.models import VOCABULARY, build, every_mechanism, generate, left_padded, prompt
 from tra.attention import Context
@@ -121,3 +122,42 @@ def test_wrong_inputs_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model(tokens, **wrong)
+
+
+@torch.no_grad()
+def test_an_argument_that_means_nothing_is_refused() -> None:
+    model, tokens = build(), prompt()
+    for wrong, message in (
+        ({"foo": 1}, "argument must be one of .*, got 'foo'"),
+        ({"segment_id": tokens}, "did you mean 'segment_ids'"),
+        ({"attention_masks": tokens}, "did you mean 'attention_mask'"),
+        ({"is_causal": False}, "is_causal must be True"),
+    ):
+        for called in (model, model.model):
+            with pytest.raises(ValueError, match=message):
+                called(tokens, **wrong)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused() -> None:
+    model, tokens = build(), prompt()
+    for other, message in (
+        (build(num_hidden_layers=3), "with the 2 layers of the model, got a TraCache of 3"),
+        (build(num_key_value_heads=4), "2 key heads of width 8, got one of .* with 4 key heads of width 8"),
+        (build(num_attention_heads=2), "with 2 key heads of width 16"),
+        (build("rope"), "layer 0 is ThresholdRelativeAttention .*, got one of RotaryAttention"),
+        (build("tra", attention_options={"qk_norm": False}), "got one of .* without QK-norm"),
+    ):
+        cache = other(tokens).past_key_values
+        with pytest.raises(ValueError, match=message):
+            model(tokens[:, :1], past_key_values=cache)
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(torch.zeros(2, 4, 7, 8), torch.zeros(2, 4, 7, 8), layer)
+    with pytest.raises(ValueError, match="must hold 2 key heads of width 8 in layer 0, got 4 of width 8"):
+        model(tokens[:, :1], past_key_values=cache)
+    cache = DynamicCache()
+    for layer in range(3):
+        cache.update(torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 8), layer)
+    with pytest.raises(ValueError, match="must hold the 2 layers of the model, got 3"):
+        model(tokens[:, :1], past_key_values=cache)

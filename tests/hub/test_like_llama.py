@@ -264,7 +264,7 @@ def test_caches_of_other_kinds_are_refused_by_name(kind: str) -> None:
     offloaded.offloading = True
     with pytest.raises(ValueError, match="past_key_values must not be offloaded"):
         model(tokens, past_key_values=offloaded)
-    with pytest.raises(ValueError, match="with as many layers as the model, got a TraCache of 1 TraLayers"):
+    with pytest.raises(ValueError, match="with the 2 layers of the model, got a TraCache of 1 TraLayers"):
         model(tokens, past_key_values=TraCache(build_kind(kind, num_hidden_layers=1).model.decoder))
 
 

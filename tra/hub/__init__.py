@@ -12,6 +12,7 @@ try:
 except ModuleNotFoundError as error:
     raise not_installed(error) from None
 
+from tra.hub.adoption import adopt, unadopt
 from tra.hub.cache import TraCache
 from tra.hub.config import TraConfig
 from tra.hub.modeling import (
@@ -41,6 +42,8 @@ __all__ = [
     "TraForTokenClassification",
     "TraModel",
     "TraPreTrainedModel",
+    "adopt",
     "from_decoder",
     "to_decoder",
+    "unadopt",
 ]

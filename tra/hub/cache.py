@@ -17,13 +17,17 @@ class TraLayer(CacheLayerMixin):
 
     Args:
         revised: whether later tokens change what is stored of earlier ones, so that none can be forgotten.
+        made_for: the mechanism that writes to it, with its heads and their width; None fits any.
     """
 
     is_sliding = False
 
-    def __init__(self, revised: bool = False) -> None:
+    def __init__(self, revised: bool = False, made_for: str | None = None) -> None:
         self.stored = _Completed()
         self.is_croppable = not revised
+        self.made_for = made_for
+        self.segments: Tensor | None = None
+        """The packed document of each token ``[B, L]``, in the first layer only; None if there is one."""
         self.device: torch.device | None = None
         """Where it belongs, while it is elsewhere."""
 
@@ -66,12 +70,17 @@ class TraLayer(CacheLayerMixin):
         if tokens_to_remove < 0 and not self.is_croppable:
             raise ValueError("the cache of this mechanism cannot be cropped: its last tokens changed earlier ones")
         self.stored.crop(max(len(self.stored) + tokens_to_remove, 0))
+        if self.segments is not None:
+            self.segments = self.segments[:, : len(self.stored)]
 
     def reset(self) -> None:
-        self.stored = _Completed()
+        self.stored, self.segments = _Completed(), None
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.stored.select(torch.as_tensor(indices))
+        indices = torch.as_tensor(indices)
+        self.stored.select(indices)
+        if self.segments is not None:
+            self.segments = self.segments.index_select(0, indices.to(self.segments.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -118,7 +127,8 @@ class TraCache(transformers.Cache):
 
 def new_layers(decoder: Decoder, count: int) -> list[Any]:
     """Empty layers for the first blocks of a decoder."""
-    return [TraLayer(mechanism.revises_cache) for mechanism in mechanisms_of(decoder, count)]
+    found = mechanisms_of(decoder, count)
+    return [TraLayer(mechanism.revises_cache, description(mechanism)) for mechanism in found]
 
 
 def mechanisms_of(decoder: Decoder, count: int) -> list[Attention]:
@@ -127,12 +137,18 @@ def mechanisms_of(decoder: Decoder, count: int) -> list[Attention]:
     return list(islice(found, count))
 
 
-def adopt(cache: Any, decoder: Decoder, count: int) -> list[Cache]:
+def description(mechanism: Attention) -> str:
+    """What a cache must have been made for."""
+    norm = "" if mechanism.qk_norm else " without QK-norm"
+    return f"{type(mechanism).__name__}{norm} with {mechanism.kv_heads} key heads of width {mechanism.head_width}"
+
+
+def prepare_cache(cache: Any, decoder: Decoder, count: int) -> list[TraLayer]:
     """What a decoder's first ``count`` blocks are to write to, in a cache of transformers'.
 
     The layers of a plain `DynamicCache`, which tools pass to any model, become :class:`TraLayer`s in the same cache, so
-    that whoever holds it sees it grow. Keys that it brings are normalised as all others are. Other kinds of cache are
-    refused by name.
+    that whoever holds it sees it grow. Keys that it brings are normalised as all others are. Other kinds of cache, and
+    one that another model wrote, are refused by name.
     """
     if not isinstance(cache, transformers.Cache):
         raise ValueError(f"past_key_values must be a TraCache or a DynamicCache, got {type(cache).__name__}")
@@ -143,13 +159,33 @@ def adopt(cache: Any, decoder: Decoder, count: int) -> list[Cache]:
         for layer in layers:
             if type(layer) is not DynamicLayer:
                 raise ValueError(
-                    "past_key_values must be a TraCache or a DynamicCache with as many layers as the model, "
+                    f"past_key_values must be a TraCache or a DynamicCache with the {count} layers of the model, "
                     f"got a {type(cache).__name__} of {len(layers)} {type(layer).__name__}s"
                 )
-        ours = new_layers(decoder, count)
-        for layer, mechanism, given in zip(ours, mechanisms_of(decoder, count), layers, strict=False):
-            if given.get_seq_length():
-                layer.update(mechanism.normalised(given.keys), given.values)
-        cache.layers, cache.layer_class_to_replicate = ours, None
-        layers = ours
-    return [layer.stored for layer in layers]
+        layers = _converted(layers, decoder, count)
+        cache.layers, cache.layer_class_to_replicate = layers, None
+    for index, (layer, mechanism) in enumerate(zip(layers, mechanisms_of(decoder, count), strict=True)):
+        wanted = description(mechanism)
+        if layer.made_for not in (None, wanted):
+            raise ValueError(
+                f"past_key_values must be a cache of this model, whose layer {index} is {wanted}, "
+                f"got one of {layer.made_for}"
+            )
+    return layers
+
+
+def _converted(given: list[Any], decoder: Decoder, count: int) -> list[Any]:
+    """New layers with what the layers of a `DynamicCache` hold."""
+    held = [layer for layer in given if layer.get_seq_length()]
+    if held and len(held) != count:
+        raise ValueError(f"past_key_values must hold the {count} layers of the model, got {len(held)}")
+    layers = new_layers(decoder, count)
+    for index, (layer, mechanism, old) in enumerate(zip(layers, mechanisms_of(decoder, count), held, strict=False)):
+        shape = (mechanism.kv_heads, mechanism.head_width)
+        if (old.keys.shape[1], old.keys.shape[3]) != shape:
+            raise ValueError(
+                f"past_key_values must hold {shape[0]} key heads of width {shape[1]} in layer {index}, "
+                f"got {old.keys.shape[1]} of width {old.keys.shape[3]}"
+            )
+        layer.update(mechanism.normalised(old.keys), old.values)
+    return layers

@@ -48,13 +48,17 @@ UNDERSTOOD = (
 MODULE = "tra_model"
 """The module beside a model's weights that leads to this package."""
 
-LEADS_HERE = f"""\
+
+def leads_to(module: str, names: Iterable[str]) -> str:
+    """The text of that module."""
+    return f"""\
 # The model is in the package threshold-relative-attention; this file only leads there.
 try:
-    from tra.hub import *
+    from {module} import {", ".join(names)}
 except ImportError as error:
     raise ImportError("this model needs a package: {how_to_install("hub")}") from error
 """
+
 
 AUTO_MAP = {
     "AutoConfig": f"{MODULE}.TraConfig",
@@ -150,7 +154,7 @@ class TraConfig(transformers.PreTrainedConfig):
         if self.auto_map:
             self.auto_map = AUTO_MAP
             Path(save_directory).mkdir(parents=True, exist_ok=True)
-            Path(save_directory, f"{MODULE}.py").write_text(LEADS_HERE)
+            Path(save_directory, f"{MODULE}.py").write_text(leads_to("tra.hub", "*"))
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod

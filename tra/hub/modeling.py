@@ -1,6 +1,7 @@
 """The decoder as a Hugging Face model."""
 
 import copy
+import inspect
 from itertools import chain
 from typing import Any
 
@@ -20,8 +21,10 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from tra.attention.naming import find_mechanisms
-from tra.hub.cache import TraCache, adopt
+from tra.hub.cache import TraCache, TraLayer, prepare_cache
 from tra.hub.config import UNDERSTOOD, TraConfig, refuse_unknown
+from tra.hub.packing import FLATTENED, positioned_segments, told_segments
+from tra.lookup import lookup
 from tra.model import Block, Decoder, initialise
 
 log = logging.get_logger(__name__)
@@ -214,12 +217,14 @@ class TraModel(TraPreTrainedModel):
             past_key_values = None
         elif use_cache and past_key_values is None:
             past_key_values = TraCache(self.decoder, layers)
-        cache = None if past_key_values is None else adopt(past_key_values, self.decoder, layers)
+        refuse_arguments(kwargs)
+        caches = None if past_key_values is None else prepare_cache(past_key_values, self.decoder, layers)
         batch, new = inputs_embeds.shape[:2]
-        cached = len(cache[0]) if cache else 0
+        cached = caches[0].get_seq_length() if caches else 0
         key_mask = key_mask_of(attention_mask, batch, cached + new)
-        if segment_ids is None and position_ids is not None and cached == 0:
-            segment_ids = packed_documents(position_ids, key_mask, batch, new)
+        if segment_ids is None:
+            segment_ids = documents(caches[0] if caches else None, inputs_embeds, key_mask, position_ids, kwargs)
+        cache = None if caches is None else [layer.stored for layer in caches]
         streams: list[Any] | None = [] if _wanted(self, "output_hidden_states", output_hidden_states) else None
         weights: list[Any] | None = [] if _wanted(self, "output_attentions", output_attentions) else None
         hidden: Any = self.decoder.hidden_from(
@@ -231,6 +236,8 @@ class TraModel(TraPreTrainedModel):
             weights=weights,
             layers=layers,
         )
+        if caches and segment_ids is not None:
+            caches[0].segments = segment_ids
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values,
@@ -257,21 +264,58 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor 
     return key_mask if torch.compiler.is_compiling() or not key_mask.all() else None
 
 
-def packed_documents(position_ids: Tensor, key_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-    """Segments ``[B, L]``, a new one wherever a token's position is not one more than that of the token before it.
+ARGUMENTS = {
+    "cache_position",  # of the tokens in the cache, which knows
+    "ignore_index",
+    "num_items_in_batch",
+    "output_router_logits",  # of experts, which there are none of
+    "return_dict",
+    "shift_labels",
+    "token_type_ids",
+    "tokenizer",  # of stop strings, which `generate` hands on
+    *FLATTENED,
+}
+"""What tools pass to any model beside the arguments that `forward` names."""
 
-    Where padding is, positions say nothing. None, which is faster, if there is one segment.
+
+def refuse_arguments(given: dict[str, Any]) -> None:
+    """Raise a ValueError for an argument that means nothing to `forward`, with the nearest that does."""
+    if given.get("is_causal", True) is False:
+        raise ValueError("is_causal must be True: every mechanism is causal, got False")
+    for name in given:
+        if name not in ARGUMENTS and name != "is_causal":
+            named = {*inspect.signature(TraModel.forward).parameters, "labels", "logits_to_keep"} - {"self", "kwargs"}
+            lookup(dict.fromkeys([*named, *ARGUMENTS]), name, "argument")
+
+
+def documents(
+    layer: TraLayer | None,
+    embedded: Tensor,
+    key_mask: Tensor | None,
+    position_ids: Tensor | None,
+    arguments: dict[str, Any],
+) -> Tensor | None:
+    """Segments ``[B, cached + L]`` from what says which documents are packed in a row, None if there is one document.
+
+    What the first layer of the cache knows of earlier tokens holds; new tokens go on with the last document, unless
+    their positions start again.
     """
-    if position_ids.shape not in ((batch, tokens), (1, tokens)):
-        raise ValueError(
-            f"position_ids must have the shape [batch, new tokens] = {[batch, tokens]}, got {list(position_ids.shape)}"
-        )
-    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
-    if key_mask is not None:
-        begins = begins & key_mask & key_mask.roll(1, dims=1)
-    if not torch.compiler.is_compiling() and not begins.any():
-        return None
-    return begins.cumsum(dim=1).expand(batch, tokens)
+    batch, new = embedded.shape[:2]
+    cached = 0 if layer is None else layer.get_seq_length()
+    told = told_segments(batch, new, embedded.device, arguments)
+    if told is not None and cached:
+        raise ValueError("past_key_values must hold no tokens where cu_seq_lens_q or seq_idx divides a row")
+    if told is None and position_ids is not None:
+        masked = None if key_mask is None else key_mask[:, cached:]
+        told = positioned_segments(position_ids, masked, batch, new, goes_on=cached > 0)
+    before = None if layer is None else layer.segments
+    if not cached or (told is None and before is None):
+        return told
+    if before is None:
+        before = torch.zeros(batch, cached, dtype=torch.long, device=embedded.device)
+    if told is None:
+        return torch.cat([before, before[:, -1:].expand(batch, new)], dim=1)
+    return torch.cat([before, before[:, -1:] + told], dim=1)
 
 
 class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
@@ -315,8 +359,8 @@ class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
             input_ids: with a cache, the new tokens only.
             attention_mask: ``[B, cached + L]``, 0 for padding.
             position_ids: ``[B, L]``. Mechanisms find positions by themselves: these say only which documents are
-                packed in a row, of which a new one begins where a position is not one more than that before it.
-                Ignored where there is padding, and once a cache holds tokens.
+                packed in a row, of which a new one begins where a position does not go on from that of the token
+                before it. The cache remembers them: later tokens go on with the last document.
             past_key_values: the cache that an earlier pass returned, or an empty `DynamicCache`.
             inputs_embeds: ``[B, L, width]``, in place of input_ids.
             labels: ``[B, L]``, the tokens themselves, not shifted; -100 counts for nothing.
@@ -326,7 +370,9 @@ class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
             output_attentions: return the exact attention matrix ``[B, heads, L, cached + L]`` of each layer.
             output_hidden_states: return what each block reads, then what the head reads.
             num_items_in_batch: what the summed loss is divided by, in place of the number of labels.
-            kwargs: what the loss of transformers takes, and anything else, which is ignored as by its own models.
+            cu_seq_lens_q: where packed documents begin in a single row, as `DataCollatorWithFlattening` says it for
+                FlashAttention; or ``seq_idx [B, L]``, which names them.
+            kwargs: these, what the loss of transformers takes, and what tools pass to any model; others are refused.
         """
         out = self.model(
             input_ids=input_ids,

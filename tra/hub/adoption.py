@@ -1,0 +1,591 @@
+"""TRA in a pretrained model of transformers: weights kept, attention replaced through its public interfaces.
+
+A hook before each attention module computes gates and thresholds from the module's input and passes them to the
+attention function "tra", which is registered beside "sdpa". The class of an adopted model is a subclass of the original
+with its own model type, so that it is not loaded as the original by mistake.
+"""
+
+import copy as copying
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from tra.attention.dense import dense_mix, dense_softmax, full_product
+from tra.attention.threshold_relative import KEEPS_ALL, THRESHOLD_RATE, LearnedThreshold
+from tra.hub.adapters import tell_peft
+from tra.hub.config import MODULE, leads_to
+from tra.hub.packing import positioned_segments, told_segments
+from tra.lookup import lookup
+from tra.ops import threshold_relative_attention
+from tra.ops.threshold_relative.op import IMPLEMENTATIONS
+from tra.ops.visibility import visible_keys
+
+FAMILIES = (
+    "cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo", "olmo2", "phi", "phi3",
+    "qwen2", "qwen3", "smollm3",
+)  # fmt: skip
+"""Model types that can be adopted; each of them is tested."""
+
+REASONS = {
+    "falcon": "its attention does not go through transformers' AttentionInterface",
+    "gpt_oss": "its attention has sinks, which TRA has no place for",
+    "llama4_text": "its attention is in chunks",
+    "opt": "its learned positions end at a length",
+}
+"""Why other models cannot be adopted, where that is known."""
+
+NAME = "tra"
+"""Of the attention function, of the module with gates, and of the options in a config."""
+
+AUTO_CLASSES = {
+    "AutoModel": transformers.MODEL_MAPPING,
+    "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "AutoModelForSequenceClassification": transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "AutoModelForTokenClassification": transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+"""Which models of a family can be adopted: those that these classes build, by the mapping that says which."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a config remembers of an adoption; the arguments of :func:`adopt`."""
+
+    layers: list[int] | None = None
+    drop_positions: bool | list[int] = False
+    gate_bias: float = 3.0
+    threshold: float | str | None = "query"
+    threshold_start: float = -4.0
+    straight_through: float = 0.5
+    tolerance: float | None = None
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not -math.inf < self.gate_bias < math.inf:
+            raise ValueError(f"gate_bias must be a finite number, got {self.gate_bias!r}")
+        if isinstance(self.threshold, str):
+            lookup(dict.fromkeys(get_args(LearnedThreshold)), self.threshold, "threshold")
+            if not self.straight_through > 0.0:
+                raise ValueError(
+                    "straight_through must be greater than 0 for a learned threshold, whose gradient passes through "
+                    f"it; 0.5 does well, got {self.straight_through!r}"
+                )
+        elif self.threshold is not None and not -math.inf < self.threshold < math.inf:
+            raise ValueError(f"threshold must be a finite number, 'head', 'query' or None, got {self.threshold!r}")
+        if not -math.inf < self.threshold_start < math.inf:
+            raise ValueError(f"threshold_start must be a finite number, got {self.threshold_start!r}")
+        if not 0.0 <= self.straight_through < math.inf:
+            raise ValueError(f"straight_through must be a temperature of at least 0, got {self.straight_through!r}")
+        if self.tolerance is not None and not 0.0 <= self.tolerance < math.inf:
+            raise ValueError(f"tolerance must be None or a number of at least 0, got {self.tolerance!r}")
+        lookup({"auto": None, **IMPLEMENTATIONS}, self.impl, "impl")
+
+    def chosen(self, name: str, layers: int) -> set[int]:
+        """Which of so many layers an option names."""
+        given = getattr(self, name)
+        if given is None or given is True:
+            return set(range(layers))
+        if given is False:
+            return set()
+        for layer in given:
+            if not isinstance(layer, int) or not 0 <= layer < layers:
+                raise ValueError(f"{name} must hold layers from 0 to {layers - 1}, got {layer!r}")
+        return set(given)
+
+
+def adopt(
+    model: transformers.PreTrainedModel | str | Path,
+    *,
+    layers: Sequence[int] | None = None,
+    drop_positions: bool | Sequence[int] = False,
+    gate_bias: float = Options.gate_bias,
+    threshold: float | LearnedThreshold | None = "query",
+    threshold_start: float = Options.threshold_start,
+    straight_through: float = Options.straight_through,
+    tolerance: float | None = None,
+    impl: str = "auto",
+    copy: bool = False,
+) -> Any:
+    """Put TRA into a pretrained model: its attention becomes TRA, its weights stay.
+
+    A gate and a threshold are added to each head. With the defaults nearly every key is kept at first, each step of
+    distance costs a little, and RoPE stays: the model reads longer texts at once, and a short training heals what it
+    lost. With ``gate_bias=100, threshold=None`` the logits are those of the original.
+
+    Args:
+        model: a model of transformers, which is changed in place, or the folder or name of one, which is loaded.
+        layers: which layers become TRA, from 0; all by default. The others keep their attention.
+        drop_positions: layers that lose their rotary embedding, True for all. GPT-2, whose positions are learned and
+            added once, takes True or False.
+        gate_bias: what gates start from, before the sigmoid. 3 is a decay of 0.95 for each kept key, 100 is none.
+        threshold: a key is kept when its score is greater: a number, or learned for each "head" or set by each "query";
+            None keeps every key.
+        threshold_start: where a learned threshold starts. A value below most scores keeps nearly every key.
+        straight_through: temperature of the gradient through the threshold, which a learned one needs.
+        tolerance, impl: as for :func:`tra.threshold_relative_attention`.
+        copy: leave the model as it is and return an adopted copy.
+
+    Returns:
+        The model, whose class is a subclass of what it was: ``TraLlamaForCausalLM`` for ``LlamaForCausalLM``.
+
+    Example:
+        >>> model = transformers.LlamaForCausalLM(
+        ...     transformers.LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...                              num_attention_heads=4))
+        >>> type(adopt(model)).__name__
+        'TraLlamaForCausalLM'
+    """
+    options = Options(
+        None if layers is None else [*layers],
+        drop_positions if isinstance(drop_positions, bool) else [*drop_positions],
+        gate_bias,
+        threshold,
+        threshold_start if isinstance(threshold, str) else Options.threshold_start,
+        straight_through,
+        tolerance,
+        impl,
+    )
+    if isinstance(model, str | Path):
+        model = transformers.AutoModelForCausalLM.from_pretrained(model)
+    elif copy:
+        model = copying.deepcopy(model)
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ValueError(f"model must be a model of transformers or a folder, got {type(model).__name__}")
+    refuse_others(model)
+    checked_layers(options, model)
+    model.config.__class__ = adopted_class(type(model.config))
+    model.config.tra = asdict(options)
+    model.set_attn_implementation(NAME)
+    attach(model)
+    return model
+
+
+def unadopt(model: transformers.PreTrainedModel) -> Any:
+    """Take TRA out again, in place: the class, config and attention of the original, without gates and thresholds.
+
+    Weights stay as they are. If only gates and thresholds were trained since, this is the original model.
+    """
+    if not isinstance(model, Adopted):
+        raise ValueError(f"model must be one that was adopted, got {type(model).__name__}")
+    for module in model.modules():
+        for handle in vars(module).pop("tra_handles", ()):
+            handle.remove()
+        if isinstance(getattr(module, NAME, None), TraGates):
+            delattr(module, NAME)
+    del model.config.tra
+    model.config.__class__ = model.config.original
+    for body in model.modules():
+        if isinstance(body, Adopted):
+            body.__class__ = body.original
+    model.set_attn_implementation(model.get_correct_attn_implementation(None))
+    return model
+
+
+def refuse_others(model: transformers.PreTrainedModel) -> None:
+    """Raise a ValueError for a model that cannot be adopted, with the reason."""
+    if isinstance(model, Adopted):
+        raise ValueError(f"model must not be adopted already, got {type(model).__name__}: unadopt it first")
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        reason = REASONS.get(kind, "no test covers it")
+        raise ValueError(f"model must be one of {', '.join(FAMILIES)}, got {kind!r}: {reason}")
+    known = classes_for(type(model.config)).values()
+    if type(model) not in known:
+        names = ", ".join(sorted(one.__name__ for one in known))
+        raise ValueError(f"model must be one of {names}, got {type(model).__name__}")
+    if not getattr(model.config, "is_causal", True):
+        raise ValueError("model must be causal, got one whose config says is_causal=False")
+    if getattr(model.config, "add_cross_attention", False):
+        raise ValueError("model must not have cross-attention, got add_cross_attention=True")
+
+
+def checked_layers(options: Options, model: transformers.PreTrainedModel) -> tuple[set[int], set[int]]:
+    """The layers that become TRA, and those that lose their positions."""
+    count = model.config.num_hidden_layers
+    if model.config.model_type.removeprefix("tra_") == "gpt2" and not isinstance(options.drop_positions, bool):
+        raise ValueError(
+            "drop_positions must be True or False for GPT-2, which adds positions once for all layers, "
+            f"got {options.drop_positions!r}"
+        )
+    return options.chosen("layers", count), options.chosen("drop_positions", count)
+
+
+class TraGates(nn.Module):
+    """Gate and threshold of each head, read from each token. No linear layers: tools would quantise and adapt those."""
+
+    def __init__(self, width: int, heads: int, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self.gate_weight = nn.Parameter(torch.empty(heads, width))
+        self.gate_bias = nn.Parameter(torch.empty(heads))
+        if isinstance(options.threshold, str):
+            self.threshold_bias = nn.Parameter(torch.empty(heads))
+        if options.threshold == "query":
+            self.threshold_weight = nn.Parameter(torch.empty(heads, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Nothing is drawn at random: every token starts with the same gate and threshold."""
+        for name, parameter in self.named_parameters():
+            start = {
+                "gate_bias": self.options.gate_bias,
+                "threshold_bias": self.options.threshold_start / THRESHOLD_RATE,
+            }
+            nn.init.constant_(parameter, start.get(name, 0.0))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, float | Tensor]:
+        """The logarithm of the gates ``[B, heads, L]`` in float32; the threshold, a number or ``[B, heads, L]``."""
+        # Distance multiplies the gate's error: nothing after the product is rounded to half precision.
+        log_gate = F.logsigmoid(F.linear(hidden, self.gate_weight, self.gate_bias).float()).transpose(1, 2)
+        threshold = self.options.threshold
+        if not isinstance(threshold, str):
+            return log_gate, KEEPS_ALL if threshold is None else float(threshold)
+        bias = THRESHOLD_RATE * self.threshold_bias
+        if threshold == "head":
+            return log_gate, bias[:, None]
+        return log_gate, F.linear(hidden, self.threshold_weight, bias).transpose(1, 2)
+
+
+class Call(NamedTuple):
+    """What the hook before an attention module tells the attention function."""
+
+    gates: tuple[Tensor, float | Tensor] | None
+    """Log gates and thresholds; None for a layer that keeps its attention."""
+    options: Options
+    end: int | Tensor | None
+    """How many tokens a cache of fixed size holds after this call; None where there is no other than these."""
+    segments: Tensor | None
+    """The packed document of each token; None if there is one."""
+
+
+def attention_modules(model: nn.Module) -> Iterator[Any]:
+    """Those that call an attention function, as transformers writes them."""
+    for module in model.modules():
+        if all(hasattr(module, name) for name in ("layer_idx", "scaling", "is_causal")):
+            yield module
+
+
+def attach(model: Any) -> None:
+    """Add gates and hooks where they are missing. A model and the base model in it share their config."""
+    config = model.config
+    for body in model.modules():
+        if isinstance(body, transformers.PreTrainedModel) and not isinstance(body, Adopted):
+            body.__class__ = adopted_class(type(body))
+            # What a class can return beside its output, such as hidden states, is noted when one of it is made.
+            transformers.PreTrainedModel.__init__(type(body).__new__(type(body)), config)
+    if config.tra is None:
+        config.tra = asdict(Options())
+    options = Options(**config.tra)
+    with_gates, without_positions = checked_layers(options, model)
+    found = list(attention_modules(model))
+    if len(found) != config.num_hidden_layers:
+        raise ValueError(f"model must have {config.num_hidden_layers} attention modules, got {len(found)}")
+    for module in found:
+        if "tra_handles" in vars(module):
+            continue
+        if module.layer_idx in with_gates:
+            like = next(parameter for parameter in module.parameters())
+            gates = TraGates(config.hidden_size, config.num_attention_heads, options)
+            setattr(module, NAME, gates.to(device=like.device, dtype=model.dtype))
+        scale = rotary_scale(model, module) if module.layer_idx in without_positions else None
+        hook = functools.partial(before_attention, options=options, rotary_scale=scale)
+        module.tra_handles = [module.register_forward_pre_hook(hook, with_kwargs=True)]
+    if options.drop_positions is True:
+        for name, module in model.named_modules():
+            if name.split(".")[-1] == "wpe" and "tra_handles" not in vars(module):
+                module.tra_handles = [
+                    module.register_forward_pre_hook(lambda module, ids: torch.zeros_like(ids[0])),
+                    module.register_forward_hook(lambda module, ids, embedded: torch.zeros_like(embedded)),
+                ]
+
+
+def rotary_scale(model: nn.Module, attention: Any) -> float:
+    """The factor on cosines and sines, as YaRN has one: a part of the scores that is not position, so that it stays."""
+    for module in model.modules():
+        for name in (f"{getattr(attention, 'layer_type', None)}_attention_scaling", "attention_scaling"):
+            if hasattr(module, name):
+                return float(getattr(module, name))
+    return 1.0
+
+
+def before_attention(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, options: Options, rotary_scale: float | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The hook: what an attention module is called with, and beside it a :class:`Call` for the attention function."""
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    batch, tokens = hidden.shape[:2]
+    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+    end = segments = None
+    if cache is not None and cache.layers and cache.layers[min(module.layer_idx, len(cache.layers) - 1)].is_compileable:
+        end = cache.get_query_offset(module.layer_idx) + tokens
+    segments = told_segments(batch, tokens, hidden.device, kwargs)
+    # While compiling, the data cannot tell whether a document begins behind tokens in the cache.
+    looked = cache is None or not torch.compiler.is_compiling()
+    if segments is None and tokens > 1 and kwargs.get("position_ids") is not None and looked:
+        mask = kwargs.get("attention_mask")
+        if mask is not None:  # of the new tokens; in a matrix, whether each of them sees itself
+            mask = mask[:, -tokens:] if mask.dim() == 2 else mask[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
+            mask = mask == 0 if mask.is_floating_point() else mask.bool()
+            mask = mask.expand(batch, tokens)
+        segments = positioned_segments(kwargs["position_ids"], mask, batch, tokens)
+    if cache is not None and not torch.compiler.is_compiling():
+        if getattr(cache, "tra_packed", False) and cache.get_seq_length(module.layer_idx) > 0:
+            raise ValueError("past_key_values must not hold packed documents, which later tokens cannot tell apart")
+        if segments is not None:
+            cache.tra_packed = True
+    gates = getattr(module, NAME, None)
+    kwargs["tra_call"] = Call(None if gates is None else gates(hidden), options, end, segments)
+    if rotary_scale is not None and kwargs.get("position_embeddings") is not None:
+        cos, sin = kwargs["position_embeddings"]
+        kwargs["position_embeddings"] = (torch.full_like(cos, rotary_scale), torch.zeros_like(sin))
+    return args, kwargs
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
+    **keywords: Any,
+) -> Tensor | None:
+    """What attention modules are handed as their mask: padding ``[B, Lk]``, or for windows and masks of a user's own
+    ``[B, 1, Lq, Lk]``. Packed documents are found by the hook, without a matrix."""
+    if local_size is not None or use_vmap:
+        keywords |= {"attention_mask": attention_mask, "local_size": local_size, "use_vmap": use_vmap}
+        keywords |= {"q_offset": q_offset, "kv_offset": kv_offset, "allow_is_causal_skip": False}
+        return sdpa_mask(batch_size, q_length, kv_length, **keywords)
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, kv_offset : kv_offset + kv_length]
+    if mask.shape[1] < kv_length:  # a cache of fixed size
+        mask = F.pad(mask, (0, kv_length - mask.shape[1]))
+    elif not torch.compiler.is_compiling() and mask.all():
+        return None
+    return mask
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    output_attentions: bool | None = None,
+    tra_call: Call | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function "tra" of transformers: ``[B, L, Hq, D]``, and weights where they are asked for."""
+    if tra_call is None:
+        raise ValueError(
+            f"attn_implementation must not be '{NAME}' for a model without gates: adopt it with tra.hub.adopt(model), "
+            f"got {type(module).__name__}"
+        )
+    gates, options, end, segments = tra_call
+    queries, keys = query.shape[2], key.shape[2]
+    if scaling is None:
+        scaling = 1.0 / math.sqrt(query.shape[3])
+    if end is not None and (attention_mask is None or attention_mask.dim() == 2):
+        key, value, attention_mask = aligned(key, value, attention_mask, end, queries)
+        keys = key.shape[2]
+    if segments is not None and segments.shape[1] < keys:
+        raise ValueError("documents must not be packed behind tokens in past_key_values")
+    if attention_mask is not None and attention_mask.dim() == 4:
+        is_float = attention_mask.is_floating_point()
+        matrix = attention_mask > torch.finfo(attention_mask.dtype).min / 2 if is_float else attention_mask
+        if segments is not None:
+            matrix = matrix & (segments[:, None, :, None] == segments[:, None, None, :])
+        visible, key_mask = matrix, None
+    else:
+        visible, key_mask = None, attention_mask
+    if gates is not None and visible is None and softcap is None and not output_attentions:
+        log_gate, threshold = gates
+        out = threshold_relative_attention(
+            query, key, value, log_gate,
+            key_mask=key_mask, segment_ids=segments, scale=scaling, threshold=threshold, dropout=dropout,
+            straight_through=options.straight_through if torch.is_grad_enabled() else 0.0,
+            tolerance=options.tolerance, impl=options.impl,
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
+    if visible is None and not (gates is None and key_mask is None and segments is None and queries in (1, keys)):
+        visible = visible_keys(queries, keys, key_mask, segments, query.device)
+    if gates is None and softcap is None and not output_attentions:
+        return sdpa_attention_forward(module, query, key, value, visible, dropout=dropout, scaling=scaling)
+    if visible is None:
+        visible = visible_keys(queries, keys, None, None, query.device)
+    weights = dense_weights(query, key, gates, visible, scaling, softcap, options.straight_through)
+    return dense_mix(weights, value, dropout).transpose(1, 2).contiguous(), weights if output_attentions else None
+
+
+def aligned(
+    key: Tensor, value: Tensor, key_mask: Tensor | None, end: int | Tensor, queries: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values from buffers of fixed size, the last query's own key last or behind it only what is masked."""
+    if not isinstance(end, Tensor):
+        return key[:, :, :end], value[:, :, :end], None if key_mask is None else key_mask[:, :end]
+    place = torch.arange(key.shape[2], device=key.device)
+    if queries > 1:
+        place = (place + end) % key.shape[2]  # what is not written comes first
+        key, value = key[:, :, place], value[:, :, place]
+        key_mask = None if key_mask is None else key_mask[:, place]
+    written = (place < end).expand(key.shape[0], -1)
+    return key, value, written if key_mask is None else key_mask & written
+
+
+def dense_weights(
+    query: Tensor,
+    key: Tensor,
+    gates: tuple[Tensor, float | Tensor] | None,
+    visible: Tensor,
+    scaling: float,
+    softcap: float | None,
+    straight_through: float,
+) -> Tensor:
+    """The attention matrix ``[B, Hq, Lq, Lk]``, for windows and soft caps, which the operator does not know.
+
+    Gradients pass the threshold as in the operator: a step forward, a sigmoid backward.
+    """
+    scores = full_product(query, key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).mT) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if gates is None:
+        return dense_softmax(scores, visible)
+    log_gate, threshold = gates
+    limit = threshold[..., None] if isinstance(threshold, Tensor) else threshold
+    kept = visible & (scores > limit)
+    member = kept.to(scores.dtype)
+    if straight_through > 0.0 and torch.is_grad_enabled():
+        soft = torch.sigmoid((scores - limit) / straight_through).masked_fill(~visible, 0.0)
+        member = member + (soft - soft.detach())  # 0 or 1
+    distance = member.flip(-1).cumsum(-1).flip(-1) - kept.to(scores.dtype)  # kept keys that are nearer
+    logits = scores + log_gate[..., None] * distance
+    logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
+    # No key that is left out has a larger logit than the nearest kept one.
+    weights = member * (logits - logits.detach().amax(-1, keepdim=True)).exp()
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.where(total > 0.0, 1.0)
+
+
+class AdoptedConfig:
+    """What configs of adopted models have in common, in front of the config of the original."""
+
+    original: type
+    tra: dict[str, Any] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As for every config, with where tools that know nothing of this package find its classes."""
+        tell_peft(type(self).model_type, self.original.model_type)  # type: ignore[attr-defined]
+        models = {auto: f"{MODULE}.Tra{model.__name__}" for auto, model in classes_for(self.original).items()}
+        auto_map = {"AutoConfig": f"{MODULE}.{type(self).__name__}", **models}
+        return {**super().to_dict(), "auto_map": auto_map}  # type: ignore[misc]
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As for every config, with the file that the ``auto_map`` names."""
+        names = sorted(
+            {type(self).__name__, *(f"Tra{model.__name__}" for model in classes_for(self.original).values())}
+        )
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        Path(save_directory, f"{MODULE}.py").write_text(leads_to(__name__, names))
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: to save a model never copies the code of this package beside it."""
+
+
+class Adopted:
+    """What adopted models have in common, in front of the class of the original."""
+
+    original: type
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        attach(self)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, TraGates):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation not in (None, NAME):
+            raise ValueError(
+                f"attn_implementation must be '{NAME}' for an adopted model, which is another model without its gates; "
+                f"unadopt it first, got {attn_implementation!r}"
+            )
+        return NAME
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: to save a model never copies the code of this package beside it."""
+
+
+def classes_for(config: type) -> dict[str, type]:
+    """The models of a config that can be adopted, by the name of the class that builds them."""
+    mappings: dict[str, Any] = AUTO_CLASSES
+    return {name: mapping[config] for name, mapping in mappings.items() if config in mapping}
+
+
+def adopted_class(original: Any) -> Any:
+    """The subclass that a class of transformers becomes: ``TraLlamaModel`` for ``LlamaModel``."""
+    return globals()[f"Tra{original.__name__}"]
+
+
+def _new_config_class(base: Any) -> Any:
+    class Config(AdoptedConfig, base):
+        model_type = f"tra_{base.model_type}"
+        original = base
+        tra: dict[str, Any] | None = None
+
+    return Config
+
+
+def _new_model_class(base: Any, config: Any) -> Any:
+    # `generate` belongs to classes that name it themselves.
+    generation = (transformers.GenerationMixin,) if issubclass(base, transformers.GenerationMixin) else ()
+
+    class Model(Adopted, base, *generation):  # type: ignore[misc]
+        config_class = config
+        original = base
+
+    return Model
+
+
+def register() -> None:
+    """Tell transformers of the attention function and of every class that a model may become."""
+    transformers.AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, attention_mask)
+    for family in FAMILIES:
+        original = transformers.CONFIG_MAPPING[family]
+        config = _named(_new_config_class(original), original)
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        for auto, model in classes_for(original).items():
+            getattr(transformers, auto).register(config, _named(_new_model_class(model, config), model), exist_ok=True)
+
+
+def _named(new: Any, original: Any) -> Any:
+    new.__name__ = new.__qualname__ = name = f"Tra{original.__name__}"
+    new.__doc__ = f"`{original.__name__}` with TRA, made by :func:`adopt`."
+    globals()[name] = new
+    return new
+
+
+register()
