@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from tra.attention import MECHANISMS, Cache, Context, ThresholdRelativeAttention
     from tra.generation import Sampling
     from tra.model import SIZES, Decoder, DecoderConfig, sized
-    from tra.ops import threshold_relative_attention
+    from tra.ops import threshold_relative_attention, threshold_relative_attention_varlen
 
 _MODULES = {
     "tra.attention": ("MECHANISMS", "Cache", "Context", "ThresholdRelativeAttention"),
     "tra.generation": ("Sampling",),
     "tra.model": ("SIZES", "Decoder", "DecoderConfig", "sized"),
-    "tra.ops": ("threshold_relative_attention",),
+    "tra.ops": ("threshold_relative_attention", "threshold_relative_attention_varlen"),
 }
 _SUBMODULES = ("attention", "errors", "generation", "lookup", "model", "ops", "plugins", "signatures")
 """What `import tra` alone has always given."""
@@ -50,4 +50,5 @@ __all__ = [
     "__version__",
     "sized",
     "threshold_relative_attention",
+    "threshold_relative_attention_varlen",
 ]

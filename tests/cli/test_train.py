@@ -209,6 +209,9 @@ def test_an_unfinished_run_goes_on_with_resume_alone(tiny_recipe: RecipeOf, tmp_
         name = option[0].split("=")[0]
         assert error.startswith(f"{name} must not be given with --resume: a run goes on as it began")
     assert run.steps_done() == 0
+    spaced = begun(tiny_recipe(), tmp_path / "my run")
+    error = fails(["train", "flip-flop-small", "--output", str(spaced.folder)], capsys)
+    assert error.endswith(f"go on with it by tra train --resume '{spaced.folder}'")
     assert shows(["train", f"--resume={run.folder}"], capsys).splitlines()[-1] == str(run.folder)
     assert run.steps_done() == 4
     assert json.loads((run.folder / "results.json").read_text())["step"] == 4
@@ -228,6 +231,8 @@ def test_a_stopped_run_says_how_it_goes_on(
     assert capsys.readouterr().err == (
         "tra: stopped after 2 of 4 steps and saved a checkpoint; go on with: tra train --resume mine --plugin json\n"
     )
+    assert main(["train", "flip-flop-small", "--output", "my $run"]) == 130
+    assert capsys.readouterr().err.endswith("go on with: tra train --resume 'my $run'\n")
 
 
 def test_a_folders_name_shows_what_differs_from_the_recipe(tiny_recipe: RecipeOf, capsys: Captured) -> None:

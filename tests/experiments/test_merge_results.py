@@ -1,6 +1,7 @@
 """Results from machines that share no folder, shown as those of one."""
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -168,6 +169,13 @@ def test_results_of_something_else_are_refused_before_anything_is_trained(
         experiment.perform(Request(tmp_path / "two", "smoke", join=[tmp_path / "missing.json"]))
     assert run_here == []
     assert not (tmp_path / "two").exists()
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    """Whoever reads one waits for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe differs: .*Not a regular file"):
+        of_flip_flop().perform(Request(tmp_path / "two", "smoke", join=[tmp_path / "pipe"]))
 
 
 def test_a_run_that_failed_elsewhere_is_not_forgotten(tmp_path: Path, stored: Path) -> None:

@@ -449,3 +449,46 @@ def test_trainer_trains_gates_and_its_folder_loads(tmp_path: Path) -> None:
     tokens = tokens_of()
     with torch.no_grad():
         close(again(tokens).logits, model.eval()(tokens).logits)
+
+
+@pytest.mark.filterwarnings("default")
+def test_quantised_weights_leave_gates_alone(tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    model, tokens = adopted("llama"), tokens_of()
+    model.save_pretrained(tmp_path)
+    asked = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
+    changed = {
+        name.split(".")[-2]
+        for name, parameter in quantised.named_parameters()
+        if isinstance(parameter.data, torchao.utils.TorchAOBaseTensor)
+    }
+    assert "q_proj" in changed
+    assert "tra" not in changed
+    with torch.no_grad():
+        error = (quantised(tokens).logits - model(tokens).logits).abs()
+    assert error.median() < 0.05 * model(tokens).logits.abs().max()
+
+
+def test_fsdp_shards_gates_with_their_layers(tmp_path: Path) -> None:
+    """On one rank: parameters become shards, and logits and gradients stay."""
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    model, tokens = adopted("llama"), tokens_of()
+    loss = model(tokens, labels=tokens, use_cache=False).loss
+    expected = torch.autograd.grad(loss, model.model.layers[0].self_attn.tra.gate_bias)[0]
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        sharded = model(tokens, labels=tokens, use_cache=False).loss
+        close(sharded, loss)
+        sharded.backward()
+        close(model.model.layers[0].self_attn.tra.gate_bias.grad.full_tensor(), expected)
+    finally:
+        distributed.destroy_process_group()

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests.hub.models import build, config, every_mechanism, generate, prompt
 from tra import Decoder, DecoderConfig
@@ -236,3 +238,18 @@ def test_loading_runs_no_code_that_a_folder_holds(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use_safetensors must be True"):
         TraForCausalLM.from_pretrained(model, use_safetensors=False)
     assert not ran.exists()
+
+
+def test_whatever_saves_a_model_says_where_its_code_is(tmp_path: Path) -> None:
+    """A model that was loaded, tuned and saved by a Trainer loads elsewhere with `trust_remote_code=True`."""
+    model = build()
+    model.save_pretrained(tmp_path / "first")
+    loaded = TraForCausalLM.from_pretrained(tmp_path / "first")
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "second"), report_to="none", use_cpu=True)
+    transformers.Trainer(loaded, arguments).save_model()
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+        assert auto_map["AutoModelForCausalLM"] == "tra_model.TraForCausalLM"
+        assert "from tra.hub import *" in (folder / "tra_model.py").read_text()
+        found = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], folder)
+        assert found is TraForCausalLM

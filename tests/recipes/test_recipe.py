@@ -69,6 +69,12 @@ def test_no_two_recipes_mechanisms_or_seeds_share_a_folder(monkeypatch: pytest.M
     assert build_recipe("copy-unique-small").folder_name() == "copy-unique-small-tra-0"
 
 
+def test_no_name_leads_out_of_the_folder_of_runs() -> None:
+    for name in ("../../x", "/tmp/x", "a/b", ".."):
+        folder = replace(build_recipe("flip-flop-small"), name=name).folder_name()
+        assert (Path("runs") / folder).resolve().parent == Path("runs").resolve()
+
+
 def test_another_option_is_another_folder() -> None:
     rope = build_recipe("flip-flop-small", "rope")
     other = rope.changed({"model.attention_options": {"theta": 10_000}})

@@ -1,5 +1,6 @@
 """`tra bench --device cuda`: attention on a GPU against FlashAttention, FlexAttention and the paper's listing."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -92,8 +93,9 @@ def run_gpu_benchmarks(folder: Path, seconds: float, only: str, device: str) -> 
     """Measure every case whose name contains ``only`` and write ``bench.json``; return what it holds."""
     check_kernel("triton", device)
     rows = measured_rows((case for case in gpu_cases(device) if only in case.what), seconds)
+    words = ["tra", "bench", "--device", device, "--seconds", f"{seconds:g}"]
     content = {
-        "command": f"tra bench --device {device} --seconds {seconds:g}" + (f" --only '{only}'" if only else ""),
+        "command": shlex.join(words + (["--only", only] if only else [])),
         "environment": environment(),
         "rows": [row.to_dict() for row in rows],
     }

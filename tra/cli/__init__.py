@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": "Measure a trained run on its recipe's sets, or on others.",
     "reproduce": "Make a table or figure of the paper, or an experiment of one's own: tra reproduce NAME|FILE.",
     "inspect": "Show what a trained run attends to: heatmaps, and a summary of every head.",
+    "adopt": "Put TRA into a pretrained model of Hugging Face: tra adopt MODEL FOLDER.",
     "export": "Write a run as a Hugging Face folder: tra export RUN FOLDER.",
     "generate": "Continue a prompt with a run on text or an exported folder, streaming.",
     "bench": "Measure the operator and whole training steps against PyTorch's attention, as ratios.",

@@ -1,5 +1,6 @@
 """`tra train`."""
 
+import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,7 +111,7 @@ def run(arguments: list[str]) -> int:
         try:
             train(recipe, folder, track=options.track, resume=isinstance(options, Resume), measure=options.measure)
         except Interrupted as stop:
-            again = " ".join(["tra train --resume", str(folder), *options.plugin_words])
+            again = shlex.join(["tra", "train", "--resume", str(folder), *options.plugin_words])
             raise Interrupted(f"{stop}; go on with: {again}") from None
         if not options.measure:
             say(f"not measured; tra evaluate {folder} does it")

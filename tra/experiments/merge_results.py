@@ -9,6 +9,7 @@ from tra.experiments.cells import Place, RunKey
 from tra.experiments.grid import Grid
 from tra.experiments.results import FailureKey, Results, Session, TuningKey
 from tra.experiments.tuning import Evidence
+from tra.files import read_json
 from tra.progress import say
 from tra.recipes import Recipe
 from tra.report.records import Record
@@ -22,8 +23,7 @@ def read_results(paths: Sequence[Path], grid: Grid) -> Results:
     found, more_seeds = Results(), set()
     for path in paths:
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            more_seeds |= _take(stored, grid, found)
+            more_seeds |= _take(read_json(path), grid, found)
         except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"join must name results of this experiment, but {path} differs: {reason}") from error

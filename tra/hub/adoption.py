@@ -16,12 +16,16 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.utils import logging
 
 from tra.attention.dense import dense_mix, dense_softmax, full_product
 from tra.attention.threshold_relative import KEEPS_ALL, THRESHOLD_RATE, LearnedThreshold
+from tra.errors import RunError
+from tra.files import written_aside
 from tra.hub.adapters import tell_peft
 from tra.hub.config import MODULE, leads_to
 from tra.hub.packing import positioned_segments, told_segments
@@ -167,6 +171,40 @@ def adopt(
     model.set_attn_implementation(NAME)
     attach(model)
     return model
+
+
+def adopt_folder(model: str | Path, folder: str | Path, **options: Any) -> None:
+    """Adopt the model of one folder, or of the hub, and write it to another with its tokenizer.
+
+    Args:
+        model: folder or name of the original, which is left as it is.
+        folder: what to write, which must not exist yet; it appears whole or not at all.
+        options: as for :func:`adopt`.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"folder must not exist yet, got {folder}")
+    logging.disable_progress_bar()
+    try:
+        adopted = adopt(str(model), **options)
+        tokenizer = _tokenizer_of(str(model))
+    except OSError as error:  # which transformers raises for whatever cannot be found
+        raise ValueError(f"model must be a folder or a name on the hub, got {model}: {error}") from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with written_aside(folder) as aside:
+            adopted.save_pretrained(aside)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"could not write {folder}: {error}") from error
+
+
+def _tokenizer_of(model: str) -> Any:
+    """That of a folder which has one, None otherwise."""
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+        return None
+    return transformers.AutoTokenizer.from_pretrained(model)
 
 
 def unadopt(model: transformers.PreTrainedModel) -> Any:

@@ -68,7 +68,7 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": f"{MODULE}.TraForSequenceClassification",
     "AutoModelForTokenClassification": f"{MODULE}.TraForTokenClassification",
 }
-"""What a config with ``auto_map`` tells tools that know nothing of this package but its files."""
+"""What a config tells tools that know nothing of this package but its files."""
 
 
 class TraConfig(transformers.PreTrainedConfig):
@@ -105,7 +105,8 @@ class TraConfig(transformers.PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.attention_options = self.decoder_config().attention_options  # raises what is wrong
-        self.auto_map: dict[str, str] = kwargs.pop("auto_map", None) or {}  # which tools read of any config
+        kwargs.pop("auto_map", None)  # which tools rewrite, and which is always the same
+        self.auto_map: dict[str, str] = AUTO_MAP
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -150,9 +151,8 @@ class TraConfig(transformers.PreTrainedConfig):
         return config
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As for every config; beside one with an ``auto_map``, also the file that this names."""
+        """As for every config, with the file that the ``auto_map`` names. An empty one leaves both out."""
         if self.auto_map:
-            self.auto_map = AUTO_MAP
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             Path(save_directory, f"{MODULE}.py").write_text(leads_to("tra.hub", "*"))
         super().save_pretrained(save_directory, *args, **kwargs)

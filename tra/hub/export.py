@@ -11,7 +11,7 @@ from tra import plugins
 from tra.attention.naming import plugins_of
 from tra.errors import DISTRIBUTION, RunError, install_command
 from tra.files import write_text, written_aside
-from tra.hub.config import AUTO_MAP, MODULE
+from tra.hub.config import MODULE
 from tra.hub.modeling import TraForCausalLM, from_decoder
 from tra.report.tables import results_table
 from tra.runs import Run, load_run
@@ -30,8 +30,8 @@ def export(run: Run | Path | str, folder: Path | str, auto_map: bool = True) -> 
         raise ValueError(f"folder must not exist yet, got {folder}")
     logging.disable_progress_bar()  # of one file
     model, tokenizer = as_pretrained(run)
-    if auto_map:
-        model.config.auto_map = AUTO_MAP
+    if not auto_map:
+        model.config.auto_map = {}
     if run.step < run.recipe.steps:
         warnings.warn(f"the run is at step {run.step} of {run.recipe.steps}", stacklevel=2)
     folder.parent.mkdir(parents=True, exist_ok=True)

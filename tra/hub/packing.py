@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tra.ops.threshold_relative.varlen import segments_of_lengths
+
 FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What `DataCollatorWithFlattening` adds for FlashAttention and for state-space models."""
 
@@ -29,17 +31,6 @@ def told_segments(batch: int, tokens: int, device: torch.device, arguments: dict
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q must come with a batch of 1, which holds all documents, got {batch}")
     return segments_of_lengths(begins.to(device), tokens, "cu_seq_lens_q")[None]
-
-
-def segments_of_lengths(begins: Tensor, tokens: int, argument: str) -> Tensor:
-    """The document of each token ``[tokens]``, from where documents begin and the last one ends ``[documents + 1]``."""
-    if begins.dim() != 1 or begins.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{argument} must be int32 or int64 [documents + 1], got {begins.dtype} {_shape(begins)}")
-    # While compiling, the data cannot decide.
-    if not torch.compiler.is_compiling() and not _rises(begins, tokens):
-        raise ValueError(f"{argument} must rise from 0 to the {tokens} tokens, got {begins.tolist()}")
-    places = torch.arange(tokens, device=begins.device, dtype=begins.dtype)
-    return torch.searchsorted(begins[1:].contiguous(), places, right=True)
 
 
 def positioned_segments(
@@ -68,10 +59,6 @@ def positioned_segments(
     if not torch.compiler.is_compiling() and not begins.any():
         return None
     return begins.cumsum(dim=1).expand(batch, tokens)
-
-
-def _rises(begins: Tensor, tokens: int) -> bool:
-    return bool(len(begins) > 1 and begins[0] == 0 and begins[-1] == tokens and (begins.diff() >= 0).all())
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -184,11 +185,12 @@ class Run:
                 f"{recipe.steps} steps in another folder, with --output"
             )
         self.check_recipe(recipe)
+        quoted = shlex.quote(str(self.folder))
         if finished:
-            raise ValueError(f"folder {self.folder} holds this run, finished: measure it by tra evaluate {self.folder}")
+            raise ValueError(f"folder {self.folder} holds this run, finished: measure it by tra evaluate {quoted}")
         if not resume:
             raise ValueError(
-                f"folder {self.folder} already holds this run: go on with it by tra train --resume {self.folder}"
+                f"folder {self.folder} already holds this run: go on with it by tra train --resume {quoted}"
             )
 
     def is_extended_by(self, recipe: Recipe) -> bool:
