@@ -17,6 +17,7 @@ SOME = {
     "evaluate": ["nowhere"],
     "reproduce": ["table1"],
     "inspect": ["nowhere"],
+    "adopt": ["nowhere", "new"],
     "export": ["nowhere", "new"],
     "generate": ["nowhere", "--prompt", "The"],
     "bench": [],
@@ -62,7 +63,7 @@ def test_the_version_is_the_packages(capsys: Captured) -> None:
 
 def test_a_misspelt_command_gets_a_suggestion(capsys: Captured) -> None:
     error = fails(["trian"], capsys)
-    assert error.startswith("command must be one of bench, demo, ")
+    assert error.startswith("command must be one of adopt, bench, ")
     assert error.endswith("got 'trian'; did you mean 'train'?")
 
 
