@@ -168,6 +168,7 @@ class Run:
         self._check_place()
         if not self.exists:
             return
+        quoted = shlex.quote(str(self.folder))
         finished = not resume and self.finished(self.recipe) is not None
         longer = recipe.steps > self.recipe.steps and set(self.recipe.differences(recipe)) <= {"steps", "warmup_steps"}
         if resume and self.is_extended_by(recipe):
@@ -176,7 +177,7 @@ class Run:
         if longer and not resume and self.recipe.schedule != "cosine":
             raise ValueError(
                 f"folder {self.folder} holds this run with {self.recipe.steps} steps: extend it by "
-                f"tra train --resume {self.folder} --steps {recipe.steps}"
+                f"tra train --resume {quoted} --steps {recipe.steps}"
             )
         if longer and finished:
             raise ValueError(
@@ -185,7 +186,6 @@ class Run:
                 f"{recipe.steps} steps in another folder, with --output"
             )
         self.check_recipe(recipe)
-        quoted = shlex.quote(str(self.folder))
         if finished:
             raise ValueError(f"folder {self.folder} holds this run, finished: measure it by tra evaluate {quoted}")
         if not resume:
