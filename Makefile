@@ -3,7 +3,7 @@
 # make lint   style and types                        make format   let ruff rewrite
 # make docs   the documentation as a site in build/site, its links and its examples checked
 # make fuzz   the attacks of tests/fuzz with FUZZ_FACTOR (40) times as many inputs, new ones every time
-# make gpu-check  compile every Triton kernel for every GPU and hold them to stored ceilings (WRITE=--write stores them)
+# make gpu-check  compile every Triton kernel for every GPU and hold them to limits (WRITE=--write: the table in docs)
 # make gpu-test   the operator's tests and those of models on a GPU
 # make wheel      build sdist and wheel, make its tag manylinux, and run it in an environment with torch alone
 # make sanitize   the operator's tests with the kernel under AddressSanitizer and UBSan (gcc)

@@ -326,7 +326,7 @@ def tables() -> Iterator[str]:
         cells = (
             *(f"{number:,}" for number in (length, found.forward, found.backward)),
             *(f"{1e3 * found.seconds:.1f} ms", f"{found.scratch / 2**20:,.0f} MiB"),
-            *(f"{number / 1e9:.2g} GB" for number in moved),
+            *(f"{number / 1e9:.3g} GB" for number in moved),
         )
         yield "| " + " | ".join(cells) + " |"
     yield ""

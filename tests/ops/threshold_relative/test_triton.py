@@ -74,8 +74,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference_in_double_precision_where_scores_are_exact(case: str) -> None:
-    inputs = grouped(75, 40, 24)
-    grad = torch.randn(2, 4, 75, 24)
+    batch = 2 if case == "masks" else 1
+    inputs = tuple(x[:batch] for x in grouped(75, 40, 24))
+    grad = torch.randn(batch, 4, 75, 24)
     exact = gradients(tuple(x.double() for x in inputs), grad, impl="reference", **CASES[case])
     for right, ours in zip(exact, gradients(inputs, grad, **CASES[case]), strict=True):
         assert_close(ours.double(), right, rtol=1e-5, atol=2e-6 * (1 + right.abs().max().item()))
@@ -83,8 +84,8 @@ def test_equals_the_reference_in_double_precision_where_scores_are_exact(case: s
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_float32_sums(dtype: torch.dtype) -> None:
-    inputs = grouped(97, 64, 16, dtype)
-    grad = torch.randn(2, 4, 97, 16).to(dtype)
+    inputs = tuple(x[:1] for x in grouped(97, 64, 16, dtype))
+    grad = torch.randn(1, 4, 97, 16).to(dtype)
     exact = gradients(tuple(x.double() for x in inputs), grad.double(), impl="reference", tolerance=0.0)
     rounding = torch.finfo(dtype).eps
     for right, ours in zip(exact, gradients(inputs, grad), strict=True):
@@ -112,8 +113,7 @@ LONG_MASK, LONG_SEGMENTS = MASK.repeat(1, 2), SEGMENTS.repeat(1, 2).sort(dim=1).
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("gate", [0.0, -0.01, -0.3, -2.0])
+@pytest.mark.parametrize("queries, gate", [(1, 0.0), (1, -0.01), (1, -0.3), (1, -2.0), (5, -0.01), (5, -0.3)])
 def test_decoding_in_parts_equals_the_reference(queries: int, gate: float) -> None:
     query, key, value, _ = grouped(150, 16, 24)
     inputs = query[:, :, -queries:], key, value, torch.full((2, 4, queries), gate)
@@ -275,7 +275,7 @@ PACKED_CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bfloat16": (torch.bfloat16, {"tolerance": 1e-3, "score_bound": 12.0}),
     "masks and dropout": (
         torch.float32,
-        {"dropout": 0.3, "key_mask": LONG_MASK[:1, :100], "segment_ids": (torch.arange(100) > 9).long()[None]},
+        {"dropout": 0.3, "key_mask": LONG_MASK[:1, :72], "segment_ids": (torch.arange(72) > 9).long()[None]},
     ),
 }
 
@@ -283,10 +283,10 @@ PACKED_CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", PACKED_CASES)
 def test_packing_changes_no_bit(packed: list[int], apart: Any, case: str) -> None:
     dtype, options = PACKED_CASES[case]
-    inputs, grad = uneven(100, dtype=dtype), torch.randn(1, 4, 100, 24)
+    inputs, grad = uneven(72, dtype=dtype), torch.randn(1, 4, 72, 24)
     together = gradients(inputs, grad, **options)
-    assert 400 > packed[0] > packed[1] > 0  # rows of the second round and the third
-    assert packed[-1] == 400  # backward's order has every row
+    assert 288 > packed[0] > packed[1] > 0  # rows of the second round and the third
+    assert packed[-1] == 288  # backward's order has every row
     expected = apart(lambda: gradients(inputs, grad, **options))
     for name, left, right in zip(("out", "query", "key", "value", "gate"), together, expected, strict=True):
         if name in ("key", "value"):  # sums over rows follow their order
@@ -341,16 +341,16 @@ def test_no_launch_depends_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a graph replays is what was captured."""
     from tra.ops.threshold_relative.triton import launch
 
-    query, key, value, gate = uneven(100)
+    query, key, value, gate = uneven(72)
     seen = []
-    for gates in (gate, gate * 100, torch.zeros_like(gate)):
+    for gates in (gate * 100, torch.zeros_like(gate)):
         launched: list[Any] = []
         with monkeypatch.context() as patch:
             for name in launch.kernels.__all__:
                 patch.setattr(launch.kernels, name, Counting(getattr(launch.kernels, name), launched))
-            gradients((query, key, value, gates), torch.randn(1, 4, 100, 24))
+            gradients((query, key, value, gates), torch.randn(1, 4, 72, 24))
         seen.append(launched)
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1]
 
 
 def test_packing_few_heads_at_a_time_changes_no_bit(packed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +376,7 @@ def test_dropout_removes_the_weights_that_the_reference_removes() -> None:
 
 @pytest.mark.parametrize("rows", [16, 128])
 def test_rows_of_a_tile_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    inputs, grad = tuple(x[:1] for x in grouped(100, 16, 16)), torch.randn(1, 4, 100, 16)
+    inputs, grad = tuple(x[:1] for x in grouped(70, 16, 16)), torch.randn(1, 4, 70, 16)
     options = {"tolerance": 1e-3, "score_bound": 4.0}
     use_tile(monkeypatch, 64, 32)
     expected = gradients(inputs, grad, **options)
@@ -413,24 +413,24 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Tile]:
 def test_the_fastest_tile_is_found_once_for_each_kind_of_call(timed: list[Any]) -> None:
     from tra.ops.threshold_relative.triton import tuning
 
-    inputs = tuple(x[:1] for x in grouped(40, 16, 16))
+    inputs = tuple(x[:1] for x in grouped(20, 16, 16))
     run(*inputs)
     assert timed == [Tile(32, 4, 2), Tile(32, 4, 4), Tile(32, 4, 3)]
     assert list(tuning.fastest.values()) == [Tile(32, 4, 4)]
-    run(*(x[:, :, :35] for x in inputs))  # as long, in powers of two
+    run(*(x[:, :, :18] for x in inputs))  # as long, in powers of two
     assert len(timed) == 3
     run(*(x.bfloat16() for x in inputs))
     assert len(timed) == 6
-    run(*(x[:, :, :20] for x in inputs))
+    run(*(x[:, :, :10] for x in inputs))
     assert len(timed) == 9
-    gradients(inputs, torch.randn(1, 4, 40, 16))
+    gradients(inputs, torch.randn(1, 4, 20, 16))
     assert len(timed) == 9 + 3 * 3  # backward has two kernels
 
 
 def test_what_is_chosen_changes_no_bit(timed: list[Any]) -> None:
     from tra.ops.threshold_relative.triton import tuning
 
-    inputs, grad = tuple(x[:1] for x in grouped(40, 16, 16)), torch.randn(1, 4, 40, 16)
+    inputs, grad = tuple(x[:1] for x in grouped(20, 16, 16)), torch.randn(1, 4, 20, 16)
     chosen = gradients(inputs, grad)
     assert timed
     with pytest.MonkeyPatch.context() as patch:
@@ -491,7 +491,7 @@ def test_tiles_to_choose_from_have_the_same_rows_and_warps() -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 def test_same_bits_alone_or_in_a_batch() -> None:
-    inputs, grad = grouped(70, 16, 16), torch.randn(2, 4, 70, 16)
+    inputs, grad = grouped(40, 16, 16), torch.randn(2, 4, 40, 16)
     together = gradients(inputs, grad)
     alone = gradients(tuple(x[1:] for x in inputs), grad[1:])
     assert all(torch.equal(left[1:], right) for left, right in zip(together, alone, strict=True))
@@ -614,7 +614,7 @@ def test_no_access_of_packed_rows_is_out_of_bounds() -> None:
 @interpreted
 @pytest.mark.parametrize(
     "width, value_width, queries, case",
-    [*((23, 5, 37, case) for case in CASES), (16, 40, 75, "plain"), (16, 40, 75, "masks")],
+    [*((23, 5, 37, case) for case in ("plain", "dropout", "masks", "bound")), (16, 40, 75, "masks")],
 )
 def test_no_access_is_out_of_bounds(width: int, value_width: int, queries: int, case: str) -> None:
     from tests.ops.threshold_relative.sanitizer import watched
@@ -670,7 +670,8 @@ def test_empty_rows_are_zero_with_zero_gradients_beside_others() -> None:
 
 
 def test_kernels_compile_within_their_limits() -> None:
-    """Two processors, one width; `make gpu-check` compiles for all. Not in this process, which interprets."""
+    """Two processors at one width, and what needs most shared memory on a third that has little; `make gpu-check`
+    compiles for all. Not in this process, which interprets."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.threshold_relative.ahead_of_time", "--fast"],
         cwd=ROOT,
@@ -1070,8 +1071,9 @@ def test_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 STRAIGHT_THROUGH: dict[str, dict[str, Any]] = {
     "one threshold": {"threshold": -0.2},
-    "every key": {"tolerance": 0.0},
-    "masks and dropout": {"dropout": 0.3, "key_mask": MASK[:1], "segment_ids": SEGMENTS[:1]},
+    "one threshold, every key, masks": {"tolerance": 0.0, "key_mask": MASK[:1, :50], "segment_ids": SEGMENTS[:1, :50]},
+    "per row": {},
+    "per row, masks and dropout": {"dropout": 0.3, "key_mask": MASK[:1, :50], "segment_ids": SEGMENTS[:1, :50]},
 }
 
 
@@ -1108,29 +1110,34 @@ def row_thresholds(*shape: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("per_row", [False, True], ids=["", "per row"])
 @pytest.mark.parametrize("case", STRAIGHT_THROUGH)
-def test_gradients_pass_the_threshold(case: str, per_row: bool) -> None:
-    inputs, grad = tuple(x[:1] for x in grouped(75, 16, 24)), torch.randn(1, 4, 75, 24)
-    options = STRAIGHT_THROUGH[case] | {"scale": 1.0}
-    if per_row:
-        options.pop("threshold", None)
-    assert_learns_as_the_reference(inputs, grad, row_thresholds(1, 4, 75) if per_row else None, **options)
+def test_gradients_pass_the_threshold(case: str) -> None:
+    inputs, grad = tuple(x[:1] for x in grouped(50, 16, 24)), torch.randn(1, 4, 50, 24)
+    thresholds = row_thresholds(1, 4, 50) if case.startswith("per row") else None
+    assert_learns_as_the_reference(inputs, grad, thresholds, scale=1.0, **STRAIGHT_THROUGH[case])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_forward_has_the_same_bits_with_gradients_through_the_threshold() -> None:
+    query, *others = (x[:1] for x in grouped(50, 16, 16))
+    query[:, :, 7] = 0.0  # keeps nothing
+    plain = run(query, *others)
+    assert torch.equal(run(query.requires_grad_(), *others, straight_through=0.5), plain)
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_pass_the_threshold_in_half_precision(dtype: torch.dtype) -> None:
     """Values of mean 1: from a rounded output the gradients of a row's logits would not sum to 0."""
-    query, key, value, gate = (x[:1] for x in grouped(75, 16, 24, dtype))
-    inputs, grad = (query, key, value + 1, gate / 30), (torch.randn(1, 4, 75, 24) + 1).to(dtype)
+    query, key, value, gate = (x[:1] for x in grouped(50, 16, 24, dtype))
+    inputs, grad = (query, key, value + 1, gate / 30), (torch.randn(1, 4, 50, 24) + 1).to(dtype)
     allowed = 2 * torch.finfo(dtype).eps
-    assert_learns_as_the_reference(inputs, grad, row_thresholds(1, 4, 75), allowed, scale=1.0)
+    assert_learns_as_the_reference(inputs, grad, row_thresholds(1, 4, 50), allowed, scale=1.0)
 
 
 def test_gradients_of_packed_rows_pass_the_threshold(packed: list[int]) -> None:
-    inputs = uneven(100)
-    assert_learns_as_the_reference(inputs, torch.randn(1, 4, 100, 24), row_thresholds(1, 4, 100), scale=1.0)
+    inputs = uneven(72)
+    assert_learns_as_the_reference(inputs, torch.randn(1, 4, 72, 24), row_thresholds(1, 4, 72), scale=1.0)
     assert packed
 
 
@@ -1144,23 +1151,23 @@ def test_gradients_of_few_rows_over_many_keys_pass_the_threshold() -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("tolerance, read", [(1e-3, 33), (1e-16, 500)])
+@pytest.mark.parametrize("tolerance, read", [(1e-3, 30), (1e-16, 160)])
 def test_rows_stop_where_keys_that_are_left_out_no_longer_matter(tolerance: float, read: int) -> None:
     """As on the CPU: exp(g C) <= 2 temperature tolerance / keys. A kept key is done with after 20."""
-    query, key, value, gate, threshold = strained("left out").inputs
+    query, key, value, gate, threshold = (x[:, :1] for x in strained("left out", 160).inputs)
     inputs = query[:, :, -1:], key, value, gate[:, :, -1:], threshold[:, :, -1:]
-    given = Case(inputs, torch.ones(1, 2, 1, 16), {"straight_through": 0.5, "score_bound": 0.05})
+    given = Case(inputs, torch.ones(1, 1, 1, 16), {"straight_through": 0.5, "score_bound": 0.05})
     grad_key = gradients_through(given, "triton", tolerance=tolerance)[2].abs().amax(-1)[0, 0]
-    assert (grad_key != 0).tolist() == [key >= 500 - read for key in range(500)]
+    assert (grad_key != 0).tolist() == [key >= 160 - read for key in range(160)]
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_segments_that_share_a_slot_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     from tra.ops.threshold_relative.triton import launch
 
-    inputs, grad = tuple(x[:1] for x in grouped(75, 16, 16)), torch.randn(1, 4, 75, 16)
-    documents = torch.tensor([7, 2**40, 7, -3, 2**40 + 2**33]).repeat_interleave(15)[None]  # one comes twice
-    options: dict[str, Any] = {"segment_ids": documents, "key_mask": MASK[:1], "tolerance": 0.0}
+    inputs, grad = tuple(x[:1] for x in grouped(50, 16, 16)), torch.randn(1, 4, 50, 16)
+    documents = torch.tensor([7, 2**40, 7, -3, 2**40 + 2**33]).repeat_interleave(10)[None]  # one comes twice
+    options: dict[str, Any] = {"segment_ids": documents, "key_mask": MASK[:1, :50], "tolerance": 0.0}
     expected = gradients(inputs, grad, impl="reference", **options)
     found = gradients(inputs, grad, **options)
     for left, right in zip(found, expected, strict=True):
@@ -1174,11 +1181,11 @@ def test_segments_that_share_a_slot_change_no_bit(monkeypatch: pytest.MonkeyPatc
 def test_stretches_of_several_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     from tra.ops.threshold_relative.triton import launch
 
-    inputs, grad = tuple(x[:1] for x in grouped(75, 16, 16)), torch.randn(1, 4, 75, 16)
-    thresholds = row_thresholds(1, 4, 75)
+    inputs, grad = tuple(x[:1] for x in grouped(50, 16, 16)), torch.randn(1, 4, 50, 16)
+    thresholds = row_thresholds(1, 4, 50)
     expected = learned(inputs, grad, thresholds, "triton")
     monkeypatch.setattr(launch, "MOST_STRETCHES", 2)
-    assert launch.plan_backward(2, 150, 75, 16, learns=True).stretch == 3
+    assert launch.plan_backward(2, 100, 50, 16, learns=True).stretch == 2
     found = learned(inputs, grad, thresholds, "triton")
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 

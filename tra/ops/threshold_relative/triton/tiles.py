@@ -90,11 +90,6 @@ HALF: dict[str, Tiles] = {
         "backward_query": ((64, 4, 2), (64, 8, 2), (32, 8, 2)),
         "backward_key": ((64, 8, 2), (64, 8, 2), (32, 8, 2)),
     },
-    "mfma": {
-        "forward": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
-        "decode": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
-        "backward_query": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
-        "backward_key": ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
-    },
+    "mfma": dict.fromkeys(FLOAT32, ((64, 4, 2), (64, 4, 2), (64, 4, 2))),
 }
 """By product instruction; on Hopper and Blackwell that of a warp, which takes fewer rows, serves widths over 128."""
