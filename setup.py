@@ -11,6 +11,7 @@ import platform
 import re
 import sys
 import sysconfig
+from copy import copy
 from glob import glob
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -76,6 +77,12 @@ class OperatorLibraries(build_ext):
             extension.library_dirs.append(str(torch / "lib"))
         self.parallel = self.parallel or os.cpu_count()  # a minute of one core for each variant
         super().build_extensions()
+
+    def build_extension(self, ext):
+        # At the same time as the others, which have the same sources: their objects must not overwrite these.
+        own = copy(self)
+        own.build_temp = f"{self.build_temp}/{ext.name}"
+        build_ext.build_extension(own, ext)
 
     def get_ext_filename(self, fullname):
         return f"{fullname.replace('.', '/')}.so"
