@@ -119,6 +119,14 @@ def made_cells(name: str, column: str, evaluated: str, length: int) -> dict[str,
     return {row[0]: row[at].strip("*") for row in lines}
 
 
+def learned_cells(name: str, column: str, evaluated: str, length: int) -> dict[str, str]:
+    """Those of learned thresholds, which have tables of their own; † there marks rows that were not tuned."""
+    if column == "passkey":
+        return {}
+    found = made_cells("learned", column, evaluated, length)
+    return {row.removesuffix("†"): cell for row, cell in found.items() if row.startswith("tra-learned")}
+
+
 def test_the_readme_shows_what_is_stored() -> None:
     """Mean and interval of every entry as the tables have them; the best of all that were measured is bold."""
     page = (RESULTS.parents[1] / "README.md").read_text()
@@ -128,7 +136,7 @@ def test_the_readme_shows_what_is_stored() -> None:
     assert len(rows) <= 6
     for place, known in enumerate(IN_README.values(), start=1):
         digits = 1 if known.startswith("text") else 2
-        cells = made_cells(*SHOWN[known])
+        cells = {**learned_cells(*SHOWN[known]), **made_cells(*SHOWN[known])}
         numbers = {row: [float(x) for x in re.findall(r"[\d.]+", cell)] for row, cell in cells.items() if "[" in cell}
         means = [round(found[0], digits) for found in numbers.values()]
         best = min(means) if known.startswith("text") else max(means)

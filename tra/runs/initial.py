@@ -69,7 +69,10 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     except (AttributeError, OSError, SafetensorError, ValueError) as error:
         raise RunError(f"the weights in {folder} could not be read: {error}") from error
     if not any(name.startswith(BODY) for name in stored):
-        raise ValueError(f"init_from must hold a model of this package, got one of type {kind!r} in {folder}")
+        raise ValueError(
+            f"init_from must hold a decoder of this package, got a model of type {kind!r} in {folder}; a pretrained model "
+            "that was adopted is trained with transformers"
+        )
     return {_own_name(name): tensor for name, tensor in stored.items()}
 
 

@@ -2,6 +2,7 @@
 
 const WINDOW = 64; // tokens along the edge of a large map
 const MOST_LINKS = 80;
+const FEW_LINKS = 12; // of a long text while the pointer moves
 const MOST_KEYS = 100; // rows in the table of keys
 const SHORT = 256; // tokens of a text for which everything is shown at once
 const RESTING = 90; // milliseconds after which a pointer rests
@@ -187,13 +188,14 @@ function buildView(model, m) {
   };
   view.links.classList.add("links");
   view.links.setAttribute("aria-hidden", "true");
+  const words = element("div", { class: "words", role: "presentation" });
   view.tokens = tokens.map((token, at) => {
     const made = element("span", { class: "token", role: "option", dir: "auto", tabindex: "-1", "data-at": at, "aria-selected": "false", text: shown(token) });
-    view.text.append(made);
-    if (token.includes("\n")) view.text.append(element("br"));
+    words.append(made);
+    if (token.includes("\n")) words.append(element("br"));
     return made;
   });
-  view.text.prepend(view.links);
+  view.text.append(words, view.links);
   const tokenAt = (event) => event.target.closest?.(".token")?.dataset.at;
   view.text.addEventListener("scroll", () => { if (view.places && view.row) paint(view, view.row, view.text.scrollTop); });
   view.text.addEventListener("pointerover", (event) => hover(tokenAt(event), null));
@@ -304,6 +306,9 @@ function showRow() {
     const { layer, head } = chosen(m);
     const row = layer.row(head, state.query);
     view.map.mark(state.query, state.key);
+    clearTimeout(view.later);
+    if (length <= SHORT) showRest(view, layer, head, row);
+    else view.later = setTimeout(() => showRest(view, layer, head, row), RESTING);
     const sentence = describe(layer, head, row);
     view.query.replaceChildren(
       element("b", { text: `Query ${state.query + 1} ` }),
@@ -312,7 +317,6 @@ function showRow() {
       ...(state.pinned ? [element("span", { class: "pin", text: " pinned, Esc releases" })] : []),
     );
     showText(view, row, scrolled[m]);
-    showKeysSoon(view, layer, head, row);
     const key = state.key === null ? "" : ` Key ${inWords(tokens[state.key])}: ${details(layer, head, row, state.key).join(", ")}.`;
     return `${models.length > 1 ? `${models[m].label}: ` : ""}query ${state.query + 1}, ${inWords(tokens[state.query])}, ${sentence}${key}`;
   });
@@ -354,7 +358,7 @@ function details(layer, head, row, key) {
 function paint(view, row, scrolled) {
   const list = colours.list;
   for (let at = firstSeen(view, scrolled); at < length; at++) {
-    if (view.places[at][1] > scrolled + 2 * view.height) break;
+    if (view.places[at][1] > scrolled + 1.25 * view.height) break;
     const code = at > state.query ? -1 : colours.code(row.weights[at]);
     if (view.painted[at] === code) continue;
     view.painted[at] = code;
@@ -365,13 +369,13 @@ function paint(view, row, scrolled) {
   }
 }
 
-// The first token that is not more than a window's height above what is seen; tokens lie in lines, from top to bottom.
+// The first token that is not far above what is seen; tokens lie in lines, from top to bottom.
 function firstSeen(view, scrolled) {
   let low = 0;
   let high = length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (view.places[middle][1] < scrolled - view.height) low = middle + 1;
+    if (view.places[middle][1] < scrolled - 0.25 * view.height) low = middle + 1;
     else high = middle;
   }
   return low;
@@ -390,7 +394,7 @@ function showText(view, row, scrolled) {
     asking.tabIndex = 0;
     asking.setAttribute("aria-selected", "true");
   }
-  drawLinks(view, row);
+  if (length > SHORT) drawLinks(view, row, FEW_LINKS);
   const [, top, height] = view.places[state.query];
   const hidden = top < scrolled || top + height > scrolled + view.height;
   if (hidden && !view.text.matches(":hover")) {
@@ -406,7 +410,7 @@ function measure(view) {
   view.links.setAttribute("height", view.text.scrollHeight);
 }
 
-function drawLinks(view, row) {
+function drawLinks(view, row, most) {
   const make = (name, attributes) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", name);
     for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -415,7 +419,7 @@ function drawLinks(view, row) {
   const keys = [...row.weights.keys()].filter((key) => row.weights[key] !== 0 && key !== state.query);
   keys.sort((a, b) => Math.abs(row.weights[b]) - Math.abs(row.weights[a]));
   const [toX, toY] = view.places[state.query];
-  view.links.replaceChildren(...keys.slice(0, MOST_LINKS).reverse().map((key) => {
+  view.links.replaceChildren(...keys.slice(0, most).reverse().map((key) => {
     const [x, y] = view.places[key];
     const share = colours.code(row.weights[key]) / 255;
     const lift = Math.min(y, toY) - Math.min(14, 7 + Math.abs(toX - x) / 24);
@@ -441,11 +445,12 @@ const KEY_COLUMNS = {
   gate: { title: "gate", has: ({ layer }) => layer.gates, value: ({ layer, head }, key) => layer.gate(head, key), text: ({ layer, head }, key) => layer.gate(head, key).toFixed(4) },
 };
 
-// The list of a long text waits until the pointer rests: to make it takes longer than a frame.
-function showKeysSoon(view, layer, head, row) {
-  clearTimeout(view.later);
-  if (length <= SHORT) showKeys(view, layer, head, row);
-  else view.later = setTimeout(() => showKeys(view, layer, head, row), RESTING);
+// What takes longer than a frame: with a long text it waits until the pointer rests.
+function showRest(view, layer, head, row) {
+  view.map.label(state.query);
+  if (!view.places) measure(view);
+  drawLinks(view, row, MOST_LINKS);
+  showKeys(view, layer, head, row);
 }
 
 function showKeys(view, layer, head, row) {

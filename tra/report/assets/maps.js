@@ -77,6 +77,7 @@ class LargeMap {
     this.tokens = tokens.map((token) => shortened(onAxis(token)));
     this.colours = colours;
     this.cells = element("canvas", { "aria-hidden": "true" });
+    this.labels = element("canvas", { "aria-hidden": "true" });
     this.marks = element("canvas", { "aria-hidden": "true" });
     this.frame = element("div", {
       class: "large-map",
@@ -84,7 +85,7 @@ class LargeMap {
       role: "application",
       "aria-roledescription": "attention map",
       "aria-describedby": "help",
-    }, this.cells, this.marks);
+    }, this.cells, this.labels, this.marks);
   }
 
   // view: { rowOf, firstQuery, firstKey, count }
@@ -113,7 +114,7 @@ class LargeMap {
     this.width = this.left + this.side + 4;
     this.height = this.top + this.side + 4;
     this.frame.style.height = `${this.height}px`;
-    for (const canvas of [this.cells, this.marks]) {
+    for (const canvas of [this.cells, this.labels, this.marks]) {
       canvas.width = Math.round(this.width * ratio);
       canvas.height = Math.round(this.height * ratio);
       canvas.style.width = `${this.width}px`;
@@ -144,22 +145,21 @@ class LargeMap {
     pen.clearRect(0, 0, this.width, this.height);
     pen.fillStyle = getComputedStyle(this.frame).getPropertyValue("--later");
     pen.fillRect(this.left, this.top, this.side, this.side);
+    const list = this.colours.list;
     for (const [query, key, weight] of this.visibleCells()) {
-      pen.fillStyle = this.colours.of(weight);
-      pen.fillRect(...this.at(query, key), this.cell, this.cell);
+      pen.fillStyle = list[this.colours.code(weight)];
+      pen.fillRect(this.left + (key - this.view.firstKey) * this.cell, this.top + (query - this.view.firstQuery) * this.cell, this.cell, this.cell);
     }
   }
 
-  // The axes, and the row and key that are looked at.
-  mark(query, key) {
-    const pen = this.marks.getContext("2d");
+  // The tokens along the axes; those that the query gives some weight are bold.
+  label(query) {
+    const pen = this.labels.getContext("2d");
     const style = getComputedStyle(this.frame);
-    const quiet = style.getPropertyValue("--quiet");
-    const ink = style.getPropertyValue("--ink");
+    const [quiet, ink, accent] = ["--quiet", "--ink", "--accent"].map((name) => style.getPropertyValue(name));
     const { firstQuery, firstKey, count, rowOf } = this.view;
     pen.clearRect(0, 0, this.width, this.height);
     const row = query === null ? null : rowOf(query).weights;
-    const accent = style.getPropertyValue("--accent");
     pen.font = this.font;
     pen.textBaseline = "middle";
     pen.textAlign = "right";
@@ -183,7 +183,14 @@ class LargeMap {
       pen.fillText(this.tokens[firstKey + at], 0, 0);
       pen.restore();
     }
-    pen.strokeStyle = accent;
+  }
+
+  // The row and key that are looked at.
+  mark(query, key) {
+    const pen = this.marks.getContext("2d");
+    const { firstQuery, firstKey, count } = this.view;
+    pen.clearRect(0, 0, this.width, this.height);
+    pen.strokeStyle = getComputedStyle(this.frame).getPropertyValue("--accent");
     pen.lineWidth = 2;
     if (query >= firstQuery && query < firstQuery + count && query >= firstKey) {
       const [x, y] = this.at(query, firstKey);
