@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tra.runs.training
 from tests.runs.tiny import TINY, checkpoints, logged, weights
@@ -102,6 +103,14 @@ def test_what_is_no_model_is_named(tmp_path: Path, make: Any) -> None:
         train(recipe, tmp_path / "run")
     with pytest.raises(ValueError, match=r"pretrained must be one of .*, got 'flop'"):
         train(replace(SHORT, init_from="pretrained:flop"), tmp_path / "run")
+
+
+def test_a_model_of_another_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adopted").mkdir()
+    (tmp_path / "adopted" / "config.json").write_text('{"model_type": "tra_llama"}')
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2)}, tmp_path / "adopted" / "model.safetensors")
+    with pytest.raises(ValueError, match="must hold a decoder of this package, got a model of type 'tra_llama'"):
+        train(replace(SHORT, init_from=str(tmp_path / "adopted")), tmp_path / "run")
 
 
 # Extending

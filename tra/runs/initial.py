@@ -70,8 +70,8 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
         raise RunError(f"the weights in {folder} could not be read: {error}") from error
     if not any(name.startswith(BODY) for name in stored):
         raise ValueError(
-            f"init_from must hold a decoder of this package, got a model of type {kind!r} in {folder}; a pretrained model "
-            "that was adopted is trained with transformers"
+            f"init_from must hold a decoder of this package, got a model of type {kind!r} in {folder}; an adopted "
+            "model is trained with transformers"
         )
     return {_own_name(name): tensor for name, tensor in stored.items()}
 
