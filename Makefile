@@ -77,8 +77,9 @@ sanitize: setup
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r tra tests conftest.py setup.py pyproject.toml README.md LICENSE $(SANITIZED)
 	rm -f $(SANITIZED)/tra/ops/threshold_relative/*.so
-	cd $(SANITIZED) && CFLAGS="-g -DTRA_POISON -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
+	cd $(SANITIZED) && CXXFLAGS="-g -DTRA_POISON -fsanitize=address,undefined -fno-sanitize-recover=undefined" \
 	  $(abspath $(BIN))/python setup.py --quiet build_ext --inplace
+	nm -D $(SANITIZED)/tra/ops/threshold_relative/_kernel_generic.so | grep -q __asan_report  # else nothing is checked
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix tests/ops/threshold_relative/,test_semantics.py test_cpu.py test_straight_through.py) \
