@@ -370,6 +370,7 @@ def test_what_the_paper_has_not_is_tuned_like_what_it_has(experiment: Experiment
         assert min(entry.length for entry in recipe_of().evaluations) == recipe_of().length, "or it cannot be tuned"
 
 
+@pytest.mark.usefixtures("small_texts", "run_here")
 def test_a_learned_threshold_starts_from_the_weights_of_a_fixed_one(tmp_path: Path) -> None:
     """In every column, so that only the threshold differs between the two rows."""
     for column in LEARNED.scales["small"].values():
@@ -383,8 +384,8 @@ def test_a_learned_threshold_starts_from_the_weights_of_a_fixed_one(tmp_path: Pa
         ours, theirs = states
         assert {name.rpartition(".")[2] for name in set(ours) - set(theirs)} == {"threshold_bias"}
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert main(smoke("learned", tmp_path, "--columns", "recall", "--seeds", "1")) == 0
-    assert {record["attention"] for record in content_of(tmp_path)["results"]} == {
+    assert main(smoke("learned", tmp_path / "learned", "--seeds", "1")) == 0
+    assert {record["attention"] for record in content_of(tmp_path / "learned")["results"]} == {
         "tra-learned",
         "tra straight_through=0.5",
     }
