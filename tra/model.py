@@ -16,6 +16,7 @@ from tra.attention import Attention, Cache, Context
 from tra.attention.base import check_stream
 from tra.attention.naming import find_mechanisms
 from tra.attention.options import options_of
+from tra.distributed import current
 from tra.generation import GREEDY, Reader, Sampling, stream_tokens
 from tra.lookup import lookup
 from tra.signatures import among, checked_options, format_value, mismatch
@@ -375,7 +376,13 @@ class Decoder(nn.Module):
         lengths = [0 if layer is None else len(layer) for layer in caches]
         if len(set(lengths)) > 1:
             raise ValueError(f"cache must hold as many tokens in every layer, got {lengths}")
-        return Context(caches[0], key_mask, segment_ids).fitting(embedded), caches
+        context = Context(caches[0], key_mask, segment_ids).fitting(embedded)
+        processes = current()
+        if processes is not None:
+            if cache is not None:
+                raise ValueError("cache must be None for sequences that several processes share")
+            context = context._replace(shards=(processes, processes.layout(embedded, key_mask, segment_ids)))
+        return context, caches
 
 
 def extended_mask(mask: Tensor | None, new: Tensor | None, read: int, tokens: Tensor) -> Tensor:

@@ -35,6 +35,9 @@ class Attention(nn.Module, ABC):
     revises_cache: ClassVar[bool] = False
     """Whether later tokens change what is stored of earlier ones, so that its cache cannot be cropped."""
 
+    takes_shards: ClassVar[bool] = False
+    """Whether it computes sequences that several processes share."""
+
     uses_sdpa: ClassVar[bool] = False
     """Whether PyTorch's scaled_dot_product_attention computes the rule."""
 
@@ -82,6 +85,11 @@ class Attention(nn.Module, ABC):
         Mechanisms that measure plain distance count padding between tokens; at the ends it changes nothing.
         """
         context = self._fitting(x, context)
+        if context.shards is not None and not self.takes_shards:
+            raise ValueError(
+                f"attention must go through the operator of this package to share sequences, {type(self).__name__} does "
+                "not; PyTorch's own context_parallel serves what goes through scaled_dot_product_attention"
+            )
         projected = self.project(x, context)
         probed = None if context.weights is None else self._probed(x, *projected, context)
         mixed = self.attend(x, *projected, context)

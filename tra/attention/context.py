@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tra.attention.cache import Cache
+from tra.distributed import ContextParallel
+from tra.distributed.processes import Layout
 from tra.ops.visibility import check_masks, visible_keys
 
 
@@ -47,6 +49,8 @@ class Context(NamedTuple):
     """Where the rule leaves its terms, for who looks into it."""
     weights: list[Tensor] | None = None
     """Where the attention matrix ``[B, Hq, L, cached + L]`` of the call is put, if it is wanted."""
+    shards: tuple[ContextParallel, Layout] | None = None
+    """The processes that share these sequences, and who holds what; None if the tokens are all there are."""
     checked: bool = False
     """Whether `fitting` has been called. A decoder does that once, for all its layers."""
 

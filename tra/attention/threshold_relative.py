@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tra.attention.base import Attention, Context
 from tra.attention.gate import GatedAttention
+from tra.distributed.attention import sharded_attention
 from tra.lookup import lookup
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS
@@ -32,6 +33,7 @@ class OperatorAttention(Attention):
         impl: which implementation of the operator to use.
     """
 
+    takes_shards = True
     threshold: float | str
     straight_through: float = 0.0
 
@@ -62,6 +64,9 @@ class OperatorAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         rule, threshold, log_gate = self.rule(context), self.thresholds(x), self.log_gate(x)
+        if context.shards is not None:
+            del rule["key_mask"], rule["segment_ids"]  # which the layout holds, of all shards
+            return sharded_attention(*context.shards, query, key, value, log_gate, threshold=threshold, **rule)
         key, value, norm = self.remembered(key, value, context)
         context.note(query, key, 1 / math.sqrt(self.head_width), None, threshold, log_gate)
         if norm is not None and query.shape[2] == 1 and not context.exact:

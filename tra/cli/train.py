@@ -32,6 +32,7 @@ weights as one that never was. With --steps, a run whose schedule is constant or
   --patience N                     stop early after N validations without a new best
   --no-measure                     do not measure after the last step: for a quick trial
   --output FOLDER                  run folder; under runs/ by default, with what differs from the recipe in its name
+  --context-parallel N             under torchrun: N processes share each sequence
   --track NAME ...                 trackers to tell the metrics too: tensorboard, wandb, trackio, ...
   --threads N                      threads to compute with
   --plugin MODULE|FILE.py ...      mechanisms, tasks and recipes of one's own
@@ -60,6 +61,8 @@ class Settings(Common):
     """Trackers to tell the metrics too, whichever accelerate knows: tensorboard, wandb, trackio, ..."""
     measure: bool = True
     """--no-measure leaves out measuring after the last step; tra evaluate does it later."""
+    context_parallel: int = 1
+    """How many of the processes that torchrun started share each sequence, each with a part of its tokens."""
     reuse_memory: bool = True
     """On a CPU, let the allocator keep freed memory for the next step."""
 
@@ -109,7 +112,14 @@ def run(arguments: list[str]) -> int:
         reuse_memory()
     with on_console():
         try:
-            train(recipe, folder, track=options.track, resume=isinstance(options, Resume), measure=options.measure)
+            train(
+                recipe,
+                folder,
+                track=options.track,
+                resume=isinstance(options, Resume),
+                measure=options.measure,
+                context_parallel=options.context_parallel,
+            )
         except Interrupted as stop:
             again = shlex.join(["tra", "train", "--resume", str(folder), *options.plugin_words])
             raise Interrupted(f"{stop}; go on with: {again}") from None

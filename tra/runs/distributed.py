@@ -11,8 +11,9 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
+from tra.distributed import ContextParallel
 from tra.lookup import lookup
-from tra.model import Block
+from tra.model import Block, Decoder
 from tra.progress import hidden
 
 Value = TypeVar("Value")
@@ -46,6 +47,23 @@ def make_accelerator(
         accelerator.state.fsdp_plugin = sharding
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     return accelerator
+
+
+def share_sequences(accelerator: Accelerator, model: Decoder, count: int) -> ContextParallel | None:
+    """Groups of so many processes that share each sequence: a mesh of data parallel x context parallel."""
+    processes = accelerator.num_processes
+    if count == 1:
+        return None
+    for block in model.blocks:
+        if not block.attention.takes_shards:
+            raise ValueError(
+                f"context_parallel must be 1 for {model.config.attention}: {type(block.attention).__name__} does not go "
+                "through the operator of this package"
+            )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(accelerator.device.type, (processes // count, count), mesh_dim_names=("data", "context"))
+    return ContextParallel(mesh["context"])
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from tra.distributed import ContextParallel, context_parallel
 from tra.model import UNCOUNTED, Decoder
 from tra.tasks import Batch
 
@@ -21,6 +22,7 @@ class TrainingStep:
         weight_decay: AdamW's.
         clip: largest norm of the gradient.
         accumulate: pieces into which a batch is divided, to save memory.
+        shards: the processes that share each sequence; by default each has whole ones.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class TrainingStep:
         weight_decay: float = 0.01,
         clip: float = 1.0,
         accumulate: int = 1,
+        shards: ContextParallel | None = None,
     ) -> None:
-        self.accelerator, self.clip, self.accumulate = accelerator, clip, accumulate
+        self.accelerator, self.clip, self.accumulate, self.shards = accelerator, clip, accumulate, shards
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=(0.9, beta2), weight_decay=weight_decay, fused=True
         )
@@ -60,7 +63,7 @@ class TrainingStep:
             last = piece == self.accumulate - 1
             with nullcontext() if last else accelerator.no_sync(self.model):
                 with accelerator.autocast():
-                    summed = summed_loss(self.model, batch[piece * rows : (piece + 1) * rows])
+                    summed = summed_loss(self.model, batch[piece * rows : (piece + 1) * rows], self.shards)
                 # Processes average their gradients; divided so, the average is that of one process with the batch.
                 accelerator.backward(summed * (accelerator.num_processes / counted))
             total += summed.detach()
@@ -71,7 +74,10 @@ class TrainingStep:
         return loss, norm
 
 
-def summed_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy summed over the tokens that count."""
-    targets = batch.tokens[:, 1:].masked_fill(~batch.counted[:, 1:], UNCOUNTED)
-    return model(batch.tokens[:, :-1], targets=targets)
+def summed_loss(model: torch.nn.Module, batch: Batch, shards: ContextParallel | None = None) -> Tensor:
+    """Cross-entropy summed over the tokens that count: all of them, or this process's share of each sequence."""
+    tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:].masked_fill(~batch.counted[:, 1:], UNCOUNTED)
+    if shards is not None:
+        tokens, targets = shards.shard(tokens), shards.shard(targets)
+    with context_parallel(shards):
+        return model(tokens, targets=targets)

@@ -19,7 +19,7 @@ from tra.progress import hidden, progress, say
 from tra.recipes import Recipe
 from tra.runs import checkpoint
 from tra.runs.batches import training_batches
-from tra.runs.distributed import agreed, make_accelerator
+from tra.runs.distributed import agreed, make_accelerator, share_sequences
 from tra.runs.evaluation import measure as measure_set
 from tra.runs.evaluation import measure_all
 from tra.runs.folder import Run
@@ -33,7 +33,13 @@ from tra.tasks.base import seed_of
 
 
 def train(
-    recipe: Recipe, folder: Path | str, *, track: Sequence[str] = (), resume: bool = True, measure: bool = True
+    recipe: Recipe,
+    folder: Path | str,
+    *,
+    track: Sequence[str] = (),
+    resume: bool = True,
+    measure: bool = True,
+    context_parallel: int = 1,
 ) -> Run:
     """Train a recipe in a run folder, measure it on its evaluations, and store what was found.
 
@@ -47,6 +53,8 @@ def train(
         track: trackers that accelerate knows, "tensorboard" say, which are told the metrics too.
         resume: False refuses a folder that holds a run already.
         measure: False leaves out measuring at the end; :func:`evaluate` does it later.
+        context_parallel: how many processes share each sequence, each with a part of its tokens; it divides the number
+            of processes. A run may go on with another number.
 
     Returns:
         The run, with its ``model`` and ``results``.
@@ -60,21 +68,25 @@ def train(
     """
     run, task = Run(folder), recipe.build_task()
     accelerator = make_accelerator(recipe.precision, run.folder, track)
-    if recipe.batch % (accelerator.num_processes * recipe.accumulate):
+    if context_parallel < 1 or accelerator.num_processes % context_parallel:
         raise ValueError(
-            f"batch must be a multiple of processes x accumulate = "
-            f"{accelerator.num_processes} x {recipe.accumulate}, got {recipe.batch}"
+            f"context_parallel must divide the number of processes, {accelerator.num_processes}, got {context_parallel}"
+        )
+    parts = accelerator.num_processes // context_parallel
+    if recipe.batch % (parts * recipe.accumulate):
+        raise ValueError(
+            f"batch must be a multiple of processes x accumulate = {parts} x {recipe.accumulate}, got {recipe.batch}"
         )
     if accelerator.device.type == "cpu":
-        rows = recipe.batch // (accelerator.num_processes * recipe.accumulate)
-        check_training(recipe.model, rows, recipe.length)
+        rows = recipe.batch // (parts * recipe.accumulate)
+        check_training(recipe.model, rows, math.ceil(recipe.length / context_parallel))
     first = accelerator.is_main_process
     if first:
         run.check_usable(recipe, resume)  # before a text is made ready, which may take long
     with nullcontext() if first else hidden():
         task.prepare(recipe.model.vocabulary, recipe.length, recipe.evaluations)
         with run.claimed() if first else nullcontext():
-            trainer = _Trainer(recipe, task, run, accelerator)
+            trainer = _Trainer(recipe, task, run, accelerator, context_parallel)
             if first:
                 run.record(recipe, task)
             model = trainer.train(track)
@@ -91,13 +103,17 @@ def train(
 
 
 class _Trainer:
-    def __init__(self, recipe: Recipe, task: Task, run: Run, accelerator: Accelerator) -> None:
+    def __init__(
+        self, recipe: Recipe, task: Task, run: Run, accelerator: Accelerator, context_parallel: int = 1
+    ) -> None:
         self.recipe, self.run, self.accelerator = recipe, run, accelerator
         torch.manual_seed(seed_of("weights", recipe.seed))
         self.model = Decoder(recipe.model)
         self.model.checkpoint_blocks = recipe.gradient_checkpointing
         if recipe.init_from is not None and not agreed(bool(run.checkpoints.steps())):
             load_initial_weights(recipe.init_from, self.model)
+        self.shards = share_sequences(accelerator, self.model, context_parallel)
+        self.sharing = context_parallel
         self.step = TrainingStep(
             self.model,
             accelerator,
@@ -106,6 +122,7 @@ class _Trainer:
             weight_decay=recipe.weight_decay,
             clip=recipe.clip,
             accumulate=recipe.accumulate,
+            shards=self.shards,
         )
         self.batch_of_step = training_batches(recipe, task)
         self.task, self.validation = task, recipe.validation_sets(task)
@@ -143,7 +160,8 @@ class _Trainer:
                 began = time.monotonic()
                 mine = self._part_of(self.batch_of_step(step))
                 # Every process must stop at the same step, so the wish to stop travels with the count.
-                here = torch.tensor([mine.counted[:, 1:].sum(), stop_requested()], device=accelerator.device)
+                counts = mine.counted[:, 1:] if self.shards is None else self.shards.shard(mine.counted[:, 1:])
+                here = torch.tensor([counts.sum(), stop_requested()], device=accelerator.device)
                 counted, stops = accelerator.reduce(here, "sum").tolist()
                 if stops:
                     self._save(step)
@@ -211,8 +229,8 @@ class _Trainer:
         return loss, norm
 
     def _part_of(self, batch: Batch) -> Batch:
-        size = len(batch) // self.accelerator.num_processes
-        first = self.accelerator.process_index * size
+        size = len(batch) // (self.accelerator.num_processes // self.sharing)
+        first = self.accelerator.process_index // self.sharing * size
         return batch[first : first + size].to(self.accelerator.device)
 
     def _resume(self) -> int:

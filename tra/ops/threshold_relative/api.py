@@ -91,7 +91,7 @@ def threshold_relative_attention(
         >>> threshold_relative_attention(q, k, v, log_gate).shape
         torch.Size([2, 4, 16, 8])
     """
-    query, key, value = _apply_autocast(query, key, value)
+    query, key, value = apply_autocast(query, key, value)
     _check_tensors(query, key, value, log_gate)
     if key_mask is not None or segment_ids is not None:
         check_masks(key_mask, segment_ids, key.shape[0], key.shape[2], key.device)
@@ -134,7 +134,7 @@ def _per_row(name: str, given: float | Tensor | None, query: Tensor) -> tuple[Te
     return (given.double() if name == "score_bound" else given).expand(rows), None
 
 
-def _apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def apply_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast take its dtype, as PyTorch's own attention does; the gate keeps its precision."""
     device = query.device.type if isinstance(query, Tensor) else "none"
     if device not in WITH_AUTOCAST or not torch.is_autocast_enabled(device):

@@ -1,0 +1,260 @@
+"""The operator over a sequence of which each process holds a shard.
+
+A row first walks the keys of its own process, then asks for more, from near to far, until it is done. How far that is
+depends on its gate: mostly one neighbour. Nobody sends what nobody asks for.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from tra.distributed.processes import ContextParallel, Layout
+from tra.ops.threshold_relative.api import ROUNDING, apply_autocast, threshold_relative_attention
+from tra.ops.threshold_relative.call import Inputs, Options, Result
+from tra.ops.threshold_relative.pieces import BackwardWalk, Piece, Rows, Walk, first_values, value_center
+
+SAFE_SPREAD = 40.0
+"""kSafeSpread of plan.h: rows whose scores may span more need all their keys at once."""
+
+
+def sharded_attention(
+    shards: ContextParallel,
+    layout: Layout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_gate: Tensor,
+    *,
+    scale: float | None = None,
+    threshold: float | Tensor = 0.0,
+    straight_through: float = 0.0,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    score_bound: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """:func:`~tra.ops.threshold_relative_attention` of this process's rows over the keys of all processes.
+
+    Tensors are this process's shard; masks and documents are in the layout. Every process of the group calls this.
+    """
+    query, key, value = apply_autocast(query, key, value)
+    scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+    rows = query.shape[:3]
+    row_threshold = threshold.expand(rows) if isinstance(threshold, Tensor) else None
+    row_bound = None
+    if score_bound is None:
+        row_bound = _row_bounds(shards, layout, query, key, scale)
+        least = torch.as_tensor(threshold, dtype=torch.float64)
+        spread = row_bound - torch.maximum(-row_bound, least)
+        here = torch.tensor([bool((spread * 1.01 <= SAFE_SPREAD).all())]).byte()
+        if not all(bool(each) for each in shards.exchange(here)):
+            options: dict[str, Any] = {"scale": scale, "threshold": threshold, "straight_through": straight_through}
+            options |= {"dropout": dropout, "tolerance": tolerance, "impl": impl}
+            return _over_all_keys(shards, layout, query, key, value, log_gate, options)
+    seed = None
+    if dropout > 0.0:  # one mask for the sequence: the first process draws it
+        seed = shards.exchange(torch.randint(2**62, (1,)))[0]
+    inputs = Inputs(query, key, value, log_gate, None, None, seed, row_threshold, row_bound)
+    number = 0.0 if isinstance(threshold, Tensor) else float(threshold)
+    stop = ROUNDING if tolerance is None else min(float(tolerance), 1.0)
+    call = Options(float(scale), number, float(straight_through), float(dropout), stop, score_bound)
+    return _Sharded.apply(shards, layout, call, impl, *inputs)
+
+
+def _row_bounds(shards: ContextParallel, layout: Layout, query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """[B, Hq, n]: the bound on each row's scores that one process finds by the norms of all keys before it."""
+    wide = torch.promote_types(key.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float64).to(wide).double()
+    begin, end = layout.span(layout.rank)
+    readable = key.isfinite().all(-1)
+    if layout.key_mask is not None:
+        readable = readable & layout.key_mask[:, None, begin:end]
+    norm = norm.where(readable, 0.0).cummax(-1).values
+    before = torch.stack(shards.exchange(norm[:, :, -1].contiguous()))[: shards.rank]
+    if len(before):
+        norm = torch.maximum(norm, before.amax(0)[..., None])
+    size = torch.tensor(scale, dtype=wide).item() * torch.linalg.vector_norm(query, dim=-1, dtype=torch.float64)
+    bound = size * norm.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return bound.where(size > 0.0, 0.0).nan_to_num(nan=0.0)
+
+
+def _rows(layout: Layout, inputs: Inputs, options: Options) -> Rows:
+    begin, end = layout.span(layout.rank)
+    segments, starts = layout.segments, layout.starts
+    if segments is not None and starts is not None:
+        segments, starts = segments[:, begin:end], starts[:, begin:end]
+    return Rows(inputs, options, begin, layout.length, segments=segments, starts=starts)
+
+
+def _piece(layout: Layout, key: Tensor, value: Tensor, low: int, high: int) -> Piece:
+    mask, segments = layout.key_mask, layout.segments
+    return Piece(
+        key,
+        value,
+        low,
+        None if mask is None else mask[:, low:high],
+        None if mask is None else mask[:, :low].sum(1),
+        None if segments is None else segments[:, low:high],
+    )
+
+
+class _Requests:
+    """Asks for keys as long as `walk` needs them, and serves the others meanwhile.
+
+    In each round a process that is not done tells all processes before it, of which one owns the keys that it wants; one
+    that is done tells them that, and nothing more.
+    """
+
+    def __init__(self, shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor) -> None:
+        self.shards, self.layout = shards, layout
+        self.both = torch.cat([key, value], dim=-1)
+        self.width = key.shape[3]
+        self.asked: list[tuple[int, Piece]] = []
+        """Whom, and what it sent."""
+        self.served: list[tuple[int, int, int]] = []
+        """To whom, and which keys [low, high)."""
+
+    def run(self, visit_own: Callable[[], None], visit: Callable[[Piece], None], done: Callable[[], bool]) -> None:
+        shards, layout, me = self.shards, self.layout, self.shards.rank
+        clients = [rank for rank in range(me + 1, shards.size) if layout.asks_at_all(rank)]
+        asks = layout.asks_at_all(me)
+        sending: list[tuple[int, Any]] = []
+        number = 0
+        while asks or clients:
+            if number > 0:  # the first request is known without a word
+                before = range(me) if asks else ()
+                asks = asks and not done()
+                word = torch.tensor([int(asks)])
+                sending += [shards.send(word, peer) for peer in before]
+                words = {client: torch.zeros(1, dtype=torch.int64) for client in clients}
+                shards.wait(*[shards.receive(words[client], client) for client in clients])
+                clients = [client for client in clients if words[client].item()]
+            for client in clients:
+                owner, low, high = layout.requests(client)[number]
+                if owner == me:
+                    first = layout.edges[me]
+                    sending.append(shards.send(self.both[:, :, low - first : high - first], client))
+                    self.served.append((client, low, high))
+            coming = None
+            if asks:
+                owner, low, high = layout.requests(me)[number]
+                buffer = self.both.new_empty(*self.both.shape[:2], high - low, self.both.shape[3])
+                coming = shards.receive(buffer, owner)
+            if number == 0:
+                visit_own()  # while the first keys travel
+            if coming is not None:
+                shards.wait(coming)
+                piece = _piece(layout, buffer[..., : self.width], buffer[..., self.width :], low, high)
+                visit(piece)
+                self.asked.append((owner, piece))
+                shards.traffic.rounds += 1
+            number += 1
+        if number == 0:
+            visit_own()
+        shards.wait(*sending)
+        shards.traffic.calls += 1
+        if self.asked:
+            shards.traffic.hops += me - self.asked[-1][0]
+
+
+class _Sharded(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shards: ContextParallel, layout: Layout, options: Options, impl: str, *tensors: Tensor | None
+    ) -> Tensor:
+        inputs = Inputs(*tensors)  # type: ignore[arg-type]
+        walk = Walk(_rows(layout, inputs, options), impl=impl, training=any(ctx.needs_input_grad))
+        requests = _Requests(shards, layout, inputs.key, inputs.value)
+        own = _piece(layout, inputs.key, inputs.value, *layout.span(layout.rank))
+        requests.run(lambda: walk.visit(own), walk.visit, lambda: walk.done)
+        result = walk.result()
+        ctx.save_for_backward(*tensors, *result)
+        ctx.call = shards, layout, options, walk.impl
+        return result.out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        shards, layout, options, impl = ctx.call
+        saved = ctx.saved_tensors
+        inputs, result = Inputs(*saved[: len(Inputs._fields)]), Result(*saved[len(Inputs._fields) :])
+        begin, end = layout.span(layout.rank)
+        mask = None if layout.key_mask is None else layout.key_mask[:, begin:end]
+        values, numbers = first_values(inputs.value, mask)
+        found = list(zip(shards.exchange(values), shards.exchange(numbers), strict=True))
+        center = value_center(found, options.dropout)
+        walk = BackwardWalk(_rows(layout, inputs, options), result, grad_out.contiguous(), center, impl=impl)
+        requests = _Requests(shards, layout, inputs.key, inputs.value)
+        own = _piece(layout, inputs.key, inputs.value, begin, end).with_gradients()
+        requests.run(lambda: walk.visit(own), walk.visit, lambda: walk.done)
+        assert own.grad_key is not None
+        assert own.grad_value is not None
+        # Gradients of others' keys go home, where they are added in the order of ranks.
+        sending, home = [], []
+        for client, low, high in requests.served:
+            both = own.grad_key.new_empty(*own.grad_key.shape[:2], high - low, requests.both.shape[3])
+            home.append((client, low, both, shards.receive(both, client)))
+        for owner, piece in requests.asked:
+            assert piece.grad_key is not None
+            assert piece.grad_value is not None
+            sending.append(shards.send(torch.cat([piece.grad_key, piece.grad_value], -1), owner))
+        for _, low, both, coming in sorted(home, key=lambda each: (each[0], -each[1])):
+            shards.wait(coming)
+            where = slice(low - begin, low - begin + both.shape[2])
+            own.grad_key[:, :, where] += both[..., : requests.width]
+            own.grad_value[:, :, where] += both[..., requests.width :]
+        shards.wait(*sending)
+        rows = walk.result()
+        key, value = own.grad_key.to(inputs.key.dtype), own.grad_value.to(inputs.value.dtype)
+        gradients: dict[str, Any] = {"query": rows.query, "key": key, "value": value, "log_gate": rows.log_gate}
+        gradients["row_threshold"] = rows.row_threshold
+        return (None, None, None, None, *(gradients.get(name) for name in Inputs._fields))
+
+
+def _over_all_keys(
+    shards: ContextParallel,
+    layout: Layout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_gate: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Where scores are not bounded well enough to go on from a state: every process gets all keys before its own."""
+    end = layout.span(layout.rank)[1]
+    key, value = _Gathered.apply(shards, layout, key, value)
+    masks = {"key_mask": layout.key_mask, "segment_ids": layout.segments}
+    masks = {name: None if mask is None else mask[:, :end] for name, mask in masks.items()}
+    return threshold_relative_attention(query, key, value, log_gate, **masks, **options)
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.call, ctx.width = (shards, layout), key.shape[3]
+        both = torch.cat([key, value], -1)
+        parts = [both.new_empty(*both.shape[:2], count, both.shape[3]) for count in layout.lengths[: layout.rank]]
+        pending = [shards.send(both, peer) for peer in range(layout.rank + 1, shards.size)]
+        pending += [shards.receive(part, peer) for peer, part in enumerate(parts)]
+        shards.wait(*pending)
+        whole = torch.cat([*parts, both], 2)
+        return whole[..., : ctx.width].contiguous(), whole[..., ctx.width :].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
+        shards, layout = ctx.call
+        both = torch.cat([grad_key, grad_value], -1)
+        begin, end = layout.span(layout.rank)
+        mine = both[:, :, begin:end].clone()
+        home = {peer: torch.empty_like(mine) for peer in range(layout.rank + 1, shards.size)}
+        pending = [shards.send(both[:, :, slice(*layout.span(peer))], peer) for peer in range(layout.rank)]
+        pending += [shards.receive(buffer, peer) for peer, buffer in home.items()]
+        shards.wait(*pending)
+        for buffer in home.values():
+            mine += buffer
+        return None, None, mine[..., : ctx.width], mine[..., ctx.width :]
