@@ -82,7 +82,19 @@ def test_the_command_fails_where_a_link_leads_nowhere_and_only_there(tmp_path: P
 
 def test_everything_public_is_in_the_reference(site: Path) -> None:
     reference = "".join(page.read_text() for page in (site / "api").glob("*.html"))
-    for name in ("tra", "attention", "tasks", "text", "recipes", "runs", "experiments", "report", "bench", "hub"):
+    for name in (
+        "tra",
+        "attention",
+        "tasks",
+        "text",
+        "recipes",
+        "runs",
+        "experiments",
+        "report",
+        "bench",
+        "hub",
+        "distributed",
+    ):
         module = importlib.import_module("tra" if name == "tra" else f"tra.{name}")
         for public in module.__all__:
             thing = getattr(module, public)

@@ -87,8 +87,8 @@ class Attention(nn.Module, ABC):
         context = self._fitting(x, context)
         if context.shards is not None and not self.takes_shards:
             raise ValueError(
-                f"attention must go through the operator of this package to share sequences, {type(self).__name__} does "
-                "not; PyTorch's own context_parallel serves what goes through scaled_dot_product_attention"
+                f"attention must go through the operator of this package to share sequences, {type(self).__name__} "
+                "does not; PyTorch's own context_parallel serves what goes through scaled_dot_product_attention"
             )
         projected = self.project(x, context)
         probed = None if context.weights is None else self._probed(x, *projected, context)

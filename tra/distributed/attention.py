@@ -105,8 +105,8 @@ def _piece(layout: Layout, key: Tensor, value: Tensor, low: int, high: int) -> P
 class _Requests:
     """Asks for keys as long as `walk` needs them, and serves the others meanwhile.
 
-    In each round a process that is not done tells all processes before it, of which one owns the keys that it wants; one
-    that is done tells them that, and nothing more.
+    In each round a process that is not done tells all processes before it, of which one owns the keys that it wants;
+    one that is done tells them that, and nothing more.
     """
 
     def __init__(self, shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor) -> None:
@@ -226,16 +226,15 @@ def _over_all_keys(
     """Where scores are not bounded well enough to go on from a state: every process gets all keys before its own."""
     end = layout.span(layout.rank)[1]
     key, value = _Gathered.apply(shards, layout, key, value)
-    masks = {"key_mask": layout.key_mask, "segment_ids": layout.segments}
-    masks = {name: None if mask is None else mask[:, :end] for name, mask in masks.items()}
-    return threshold_relative_attention(query, key, value, log_gate, **masks, **options)
+    key_mask, segment_ids = (None if mask is None else mask[:, :end] for mask in (layout.key_mask, layout.segments))
+    return threshold_relative_attention(
+        query, key, value, log_gate, key_mask=key_mask, segment_ids=segment_ids, **options
+    )
 
 
 class _Gathered(Function):
     @staticmethod
-    def forward(
-        ctx: Any, shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         ctx.call, ctx.width = (shards, layout), key.shape[3]
         both = torch.cat([key, value], -1)
         parts = [both.new_empty(*both.shape[:2], count, both.shape[3]) for count in layout.lengths[: layout.rank]]

@@ -101,14 +101,16 @@ class ContextParallel:
 
     def __init__(self, group: Any = None, *, timeout: float = 300.0, chunk: int = 1024) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise ValueError("group must exist: call torch.distributed.init_process_group first, or start with torchrun")
+            raise ValueError(
+                "group must exist: call torch.distributed.init_process_group first, or start with torchrun"
+            )
         if hasattr(group, "get_group"):
             group = group.get_group()
         if not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk!r}")
-        self.group = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("group must hold this process")
@@ -190,7 +192,7 @@ class ContextParallel:
     def _tell(self, gone: int) -> None:
         if dist.get_backend(self.group) != "gloo":
             return
-        sent = []
+        sent: list[Any] = []
         for peer in self._others():
             if peer != gone:
                 try:
@@ -203,9 +205,7 @@ class ContextParallel:
             except RuntimeError:
                 continue
 
-    def layout(
-        self, tokens: Tensor, key_mask: Tensor | None = None, segment_ids: Tensor | None = None
-    ) -> Layout:
+    def layout(self, tokens: Tensor, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Layout:
         """Who holds what, once for all layers of a forward pass.
 
         Args:
@@ -242,7 +242,9 @@ class ContextParallel:
         """``[B, L]`` from the ``[B, n]`` of each process."""
         most = max(layout.lengths)
         padded = torch.nn.functional.pad(tensor, (0, most - tensor.shape[1]))
-        return torch.cat([part[:, :count] for part, count in zip(self.exchange(padded), layout.lengths, strict=True)], 1)
+        return torch.cat(
+            [part[:, :count] for part, count in zip(self.exchange(padded), layout.lengths, strict=True)], 1
+        )
 
 
 _current: ContextVar[ContextParallel | None] = ContextVar("context_parallel", default=None)
@@ -257,8 +259,8 @@ def current() -> ContextParallel | None:
 def context_parallel(shards: ContextParallel | None) -> Iterator[None]:
     """Within this, the tokens that a :class:`~tra.model.Decoder` is given are this process's shard of longer sequences.
 
-    Forward has the bits of one process, whatever their number. So have gradients of queries, gates and thresholds; those of
-    keys, values and weights are summed in another order and are the same but for rounding. Leave it after backward.
+    The operator's output has the bits of one process, whatever their number. So have its gradients of queries, gates
+    and thresholds; those of keys and values are summed over rows in another order, the same but for rounding.
     """
     token = _current.set(shards)
     try:

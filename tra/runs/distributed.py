@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
+from tra.attention.naming import find_mechanisms
 from tra.distributed import ContextParallel
 from tra.lookup import lookup
 from tra.model import Block, Decoder
@@ -54,11 +55,11 @@ def share_sequences(accelerator: Accelerator, model: Decoder, count: int) -> Con
     processes = accelerator.num_processes
     if count == 1:
         return None
-    for block in model.blocks:
-        if not block.attention.takes_shards:
+    for mechanism in find_mechanisms(model.config.attention):
+        if not mechanism.takes_shards:
             raise ValueError(
-                f"context_parallel must be 1 for {model.config.attention}: {type(block.attention).__name__} does not go "
-                "through the operator of this package"
+                f"context_parallel must be 1 for {model.config.attention}: {mechanism.__name__} does not "
+                "go through the operator of this package"
             )
     from torch.distributed.device_mesh import init_device_mesh
 
