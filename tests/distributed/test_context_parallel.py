@@ -84,7 +84,7 @@ def test_forward_has_the_bits_of_one_process(tmp_path: Path, edges: list[int]) -
             # Keys and values get sums over rows of several processes; "spread" walks all keys at once.
             if name not in ("key", "value") and case != "spread":
                 assert torch.equal(found[name], leaf.grad), (case, name)
-            tolerance = 2e-2 if case == "bf16" else 1e-5
+            tolerance = {"bf16": 2e-2, "spread": 1e-4}.get(case, 1e-5)
             torch.testing.assert_close(found[name], leaf.grad, rtol=tolerance, atol=tolerance * 0.5)
 
 
