@@ -1,8 +1,11 @@
 """The decoder of the paper: embedding, blocks of attention and SwiGLU, norm, output head."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,6 +32,8 @@ UNCOUNTED = -100
 LOGITS_AT_ONCE = 1 << 29
 """Beyond so many (two gigabytes of float32) the loss is computed piece by piece, and each piece again in backward."""
 LOGITS_PER_PIECE = 1 << 26
+READ_AT_ONCE = 4096
+"""Tokens of a prompt that pass through the model together: memory does not grow with longer ones but for the cache."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +217,57 @@ class Decoder(nn.Module):
         self.checkpoint_blocks = False
         """Save memory in training: backward computes each block again instead of keeping its activations."""
 
-    def new_cache(self) -> list[Cache]:
-        """An empty cache for this model: one per layer."""
-        return [Cache() for _ in self.blocks]
+    def new_cache(self, folder: Path | str | None = None, capacity: int = 4096) -> list[Cache]:
+        """An empty cache for this model: one per layer.
+
+        With a folder, it lies in mapped files there (:class:`~tra.attention.cache_file.FileCache`), with room for so
+        many tokens at first: a context may then be larger than memory.
+        """
+        if folder is None:
+            return [Cache() for _ in self.blocks]
+        from tra.attention.cache_file import FileCache
+
+        return [FileCache(folder, capacity) for _ in self.blocks]
+
+    def save_cache(
+        self, path: Path | str, cache: Sequence[Cache], tokens: Tensor | None = None, tokenizer: str | None = None
+    ) -> None:
+        """Write a cache that this model has filled to a safetensors file, to be read on from later.
+
+        Args:
+            path: the file; it appears whole or not at all.
+            cache: one for each layer.
+            tokens: ``[B, L]``: what was read.
+            tokenizer: what tells the tokenizer from others.
+        """
+        from tra.attention.cache_file import save_cache
+
+        save_cache(path, cache, self._known_by(tokenizer), tokens)
+
+    def load_cache(
+        self, path: Path | str, cache: Sequence[Cache] | None = None, tokenizer: str | None = None
+    ) -> tuple[Sequence[Cache], Tensor | None]:
+        """The cache that :meth:`save_cache` wrote, in a new one or in an empty one that is given, and the tokens.
+
+        A damaged file, or one of another model, dtype or tokenizer, is a RunError that says which.
+        """
+        from tra.attention.cache_file import load_cache
+
+        caches = self.new_cache() if cache is None else cache
+        return caches, load_cache(path, caches, self._known_by(tokenizer), self.embedding.weight.device)
+
+    def _known_by(self, tokenizer: str | None) -> dict[str, Any]:
+        """What tells the caches of this model from others'."""
+        weights = hashlib.sha256()
+        for name, tensor in self.state_dict().items():
+            some = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)]  # all of a large model would take long
+            weights.update(f"{name} {list(tensor.shape)} {some.double().cpu().tolist()}".encode())
+        return {
+            "config": json.dumps(asdict(self.config), sort_keys=True),
+            "weights": weights.hexdigest()[:16],
+            "dtype": str(self.embedding.weight.dtype),
+            "tokenizer": tokenizer,
+        }
 
     def forward(
         self,
@@ -355,7 +408,10 @@ class Decoder(nn.Module):
             nonlocal mask
             if mask is not None or key_mask is not None:
                 mask = extended_mask(mask, key_mask, len(caches[0]), tokens)
-            return self(tokens, cache=caches, key_mask=mask, logits_to_keep=1)[:, -1]
+            for piece in tokens.split(READ_AT_ONCE, dim=1):
+                so_far = None if mask is None else mask[:, : len(caches[0]) + piece.shape[1]]
+                scores = self(piece, cache=caches, key_mask=so_far, logits_to_keep=1)[:, -1]
+            return scores
 
         return read
 

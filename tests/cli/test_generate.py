@@ -30,6 +30,27 @@ def test_generate_streams_text_and_prints_speed(exported: Path, capsys: Captured
     assert shown.out == "The river" + last_line(capsys)["text"] + "\n"
 
 
+def test_a_saved_cache_goes_on_where_the_text_ended(exported: Path, tmp_path: Path, capsys: Captured) -> None:
+    file = tmp_path / "cache.safetensors"
+    greedy = ["--tokens", "6", "--temperature", "0", "--json"]
+    main(["generate", str(exported), "--prompt", "The river", *greedy, "--save-cache", str(file)])
+    first = last_line(capsys)["text"]
+    main(["generate", str(exported), "--prompt", " and", *greedy, "--cache", str(file)])
+    continued = last_line(capsys)
+    assert continued["prompt_tokens"] < 5
+    main(["generate", str(exported), "--prompt", f"The river{first} and", *greedy])
+    assert continued["text"] == last_line(capsys)["text"]
+    other = tmp_path / "other"
+    shutil.copytree(exported, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    wrong = ["generate", str(other), "--prompt", " and", "--json", "--cache", str(file)]
+    assert "is the cache of another weights" in fails(wrong, capsys, 1)
+    file.write_bytes(file.read_bytes()[:100])
+    wrong[1] = str(exported)
+    assert "is no intact cache" in fails(wrong, capsys, 1)
+
+
 @pytest.mark.parametrize(
     "options, new, sampling, beams",
     [
@@ -44,7 +65,7 @@ def test_options_reach_the_model(
 ) -> None:
     def stop(_: Any, __: Any, *given: Any, show: Any, **more: Any) -> None:
         assert given == ("@home", new, sampling)
-        assert more == {"beams": beams, "seed": 4 if "--seed" in options else 0}
+        assert more == {"beams": beams, "seed": 4 if "--seed" in options else 0, "cache": None, "save_cache": None}
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tra.hub.generation.generate", stop)

@@ -39,6 +39,10 @@ class Generate(Common):
     """Of sampling: the same seed gives the same text."""
     echo: bool = False
     """Print a prompt from a file, too. One that is given as text is always printed."""
+    cache: Path | None = None
+    """Go on from what was read before: a file that --save-cache wrote."""
+    save_cache: Path | None = None
+    """Store what is read now, so that --cache goes on from there without reading it again."""
     json: bool = False
     """Print a line of JSON for each piece of text as it comes, and one with the whole text and the speed at the end."""
 
@@ -61,7 +65,16 @@ def run(arguments: list[str]) -> int:
     if not options.json and (options.echo or not from_file):
         show(prompt)
     result = generate(
-        model, tokenizer, prompt, options.tokens, sampling, beams=options.beams, seed=options.seed, show=show
+        model,
+        tokenizer,
+        prompt,
+        options.tokens,
+        sampling,
+        beams=options.beams,
+        seed=options.seed,
+        show=show,
+        cache=options.cache,
+        save_cache=options.save_cache,
     )
     if options.json:
         print(json.dumps(result))

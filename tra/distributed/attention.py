@@ -15,7 +15,7 @@ from torch.autograd import Function
 from tra.distributed.processes import ContextParallel, Layout
 from tra.ops.threshold_relative.api import ROUNDING, apply_autocast, threshold_relative_attention
 from tra.ops.threshold_relative.call import Inputs, Options, Result
-from tra.ops.threshold_relative.pieces import BackwardWalk, Piece, Rows, Walk, first_values, value_center
+from tra.ops.threshold_relative.pieces import BackwardWalk, Piece, Rows, Walk, value_center, value_range
 
 SAFE_SPREAD = 40.0
 """kSafeSpread of plan.h: rows whose scores may span more need all their keys at once."""
@@ -87,7 +87,8 @@ def _rows(layout: Layout, inputs: Inputs, options: Options) -> Rows:
     segments, starts = layout.segments, layout.starts
     if segments is not None and starts is not None:
         segments, starts = segments[:, begin:end], starts[:, begin:end]
-    return Rows(inputs, options, begin, layout.length, segments=segments, starts=starts)
+    valid = None if layout.key_mask is None else layout.key_mask.sum(1)
+    return Rows(inputs, options, begin, layout.length, segments=segments, starts=starts, valid_keys=valid)
 
 
 def _piece(layout: Layout, key: Tensor, value: Tensor, low: int, high: int) -> Piece:
@@ -183,9 +184,8 @@ class _Sharded(Function):
         inputs, result = Inputs(*saved[: len(Inputs._fields)]), Result(*saved[len(Inputs._fields) :])
         begin, end = layout.span(layout.rank)
         mask = None if layout.key_mask is None else layout.key_mask[:, begin:end]
-        values, numbers = first_values(inputs.value, mask)
-        found = list(zip(shards.exchange(values), shards.exchange(numbers), strict=True))
-        center = value_center(found, options.dropout)
+        both_ends = torch.stack(value_range(inputs.value, mask))
+        center = value_center([(low, high) for low, high in shards.exchange(both_ends)], options.dropout)
         walk = BackwardWalk(_rows(layout, inputs, options), result, grad_out.contiguous(), center, impl=impl)
         requests = _Requests(shards, layout, inputs.key, inputs.value)
         own = _piece(layout, inputs.key, inputs.value, begin, end).with_gradients()

@@ -1,5 +1,6 @@
 """Text from a trained model, shown as it comes."""
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from tra.environment import best_device
 from tra.errors import RunError
 from tra.files import opened, read_json
 from tra.generation import GREEDY, Reader, Sampling, check_finite, stream_tokens
+from tra.hub.cache import TraCache
 from tra.hub.config import TraConfig
 from tra.hub.export import as_pretrained
 from tra.hub.modeling import TraForCausalLM
+from tra.model import READ_AT_ONCE
 from tra.runs.folder import find_run
 from tra.text.tokenizer import encoded, panics_caught
 
@@ -73,28 +76,48 @@ def generate(
     beams: int = 1,
     seed: int = 0,
     show: Callable[[str], object] = lambda piece: None,
+    cache: Path | None = None,
+    save_cache: Path | None = None,
 ) -> dict[str, Any]:
     """Continue a prompt by at most ``new`` tokens, showing the text as it comes.
 
     Returns the text and how fast it came: the prompt is read at once, then one token follows another. What only
     transformers can do is shown at its end and timed as a whole: beam search, which changes its mind about earlier
     tokens, and whatever else a folder's generation_config.json asks for.
+
+    The prompt follows what was read when `cache` was saved; `save_cache` stores all that is read now, the new text
+    included.
     """
     ids = prompt_ids(tokenizer, prompt)
     check_seed(seed)
     began = time.perf_counter()
-    if beams > 1 or asks_for_more(model):
+    by_transformers = beams > 1 or asks_for_more(model)
+    past, earlier = None, None
+    if cache is not None or save_cache is not None:
+        if by_transformers:
+            raise ValueError("cache and save_cache must be left out where transformers generates: beams and the like")
+        past = TraCache(model.model.decoder)
+        layers, known_by = [layer.stored for layer in past.layers], _fingerprint(tokenizer)
+        if cache is not None:
+            earlier = model.model.decoder.load_cache(cache, layers, known_by)[1]
+    if by_transformers:
         tokens, first = _generated_by_transformers(model, ids, new, sampling, beams, seed), None
         text = str(tokenizer.decode(tokens, skip_special_tokens=True))
         show(text)
     else:
         tokens, text, first = [], "", None
-        for token, piece in written(model, tokenizer, ids, new, sampling, seed):
+        for token, piece in written(model, tokenizer, ids, new, sampling, seed, past):
             first = time.perf_counter() if first is None else first
             tokens += [] if token is None else [token]
             text += piece
             show(piece)
     ended = time.perf_counter()
+    if save_cache is not None and past is not None:
+        whole = [ids, torch.tensor([tokens], dtype=ids.dtype)]
+        with torch.inference_mode():  # the last token was given, but not read
+            reader(model, past)(whole[1][:, -1:].to(model.device), None)
+        read = torch.cat([*([] if earlier is None else [earlier]), *whole], 1)
+        model.model.decoder.save_cache(save_cache, layers, read, known_by)
     one_by_one = (len(tokens) - 1) / (ended - first) if first is not None and len(tokens) > 1 else None
     return {
         "prompt": prompt,
@@ -124,7 +147,13 @@ def check_seed(seed: int) -> None:
 
 
 def written(
-    model: TraForCausalLM, tokenizer: PreTrainedTokenizerBase, ids: Tensor, new: int, sampling: Sampling, seed: int
+    model: TraForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    new: int,
+    sampling: Sampling,
+    seed: int,
+    past: transformers.Cache | None = None,
 ) -> Iterator[tuple[int | None, str]]:
     """The tokens that follow ``ids [1, L]``, each with the text that it completes, and None with what is left at the
     end, where bytes may stand that are no character.
@@ -137,7 +166,7 @@ def written(
     held: list[int] = []
     with _explained():
         for chosen in stream_tokens(
-            reader(model),
+            reader(model, past),
             ids.to(model.device),
             new,
             sampling,
@@ -155,19 +184,26 @@ def written(
             yield None, _added(tokenizer, before, held)
 
 
-def reader(model: TraForCausalLM) -> Reader:
-    """What reads tokens one call after another and scores the next one, by calling the model."""
-    past: transformers.Cache | None = None
+def reader(model: TraForCausalLM, past: transformers.Cache | None = None) -> Reader:
+    """What reads tokens one call after another and scores the next one, by calling the model; `past` is what it has
+    read before."""
 
     def read(tokens: Tensor, key_mask: Tensor | None) -> Tensor:
         nonlocal past
         if key_mask is not None:
             raise ValueError("key_mask must be None: one prompt is continued at a time")
-        out = model(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1, return_dict=True)
-        past = out.past_key_values
+        for piece in tokens.split(READ_AT_ONCE, dim=1):
+            out = model(input_ids=piece, past_key_values=past, use_cache=True, logits_to_keep=1, return_dict=True)
+            past = out.past_key_values
         return out.logits[:, -1]
 
     return read
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What tells a tokenizer from others: tokens mean something to the model only by their numbers."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()[:16]
 
 
 def _added(tokenizer: PreTrainedTokenizerBase, before: list[int], held: list[int]) -> str:
