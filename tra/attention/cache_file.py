@@ -79,8 +79,8 @@ class FileCache(Cache):
                 file.truncate(max(count, 1) * dtype.itemsize)
                 mapped = mmap.mmap(file.fileno(), 0)
         except OSError as error:
-            size = f"{count * dtype.itemsize:,} bytes"
-            raise RunError(f"could not make a cache of {size} in {self.folder}: {error}") from error
+            room = f"{count * dtype.itemsize:,} bytes"
+            raise RunError(f"could not make a cache of {room} in {self.folder}: {error}") from error
         mapped.madvise(mmap.MADV_RANDOM)  # nothing is read ahead: rows stop where they are done
         self._maps.append(mapped)
         return torch.frombuffer(mapped, dtype=dtype, count=max(count, 1))[:count].view(*shape)

@@ -18,7 +18,7 @@ from tra.environment import best_device
 from tra.errors import RunError
 from tra.files import opened, read_json
 from tra.generation import GREEDY, Reader, Sampling, check_finite, stream_tokens
-from tra.hub.cache import TraCache
+from tra.hub.cache import TraCache, TraLayer
 from tra.hub.config import TraConfig
 from tra.hub.export import as_pretrained
 from tra.hub.modeling import TraForCausalLM
@@ -97,7 +97,8 @@ def generate(
         if by_transformers:
             raise ValueError("cache and save_cache must be left out where transformers generates: beams and the like")
         past = TraCache(model.model.decoder)
-        layers, known_by = [layer.stored for layer in past.layers], _fingerprint(tokenizer)
+        layers = [layer.stored for layer in past.layers if isinstance(layer, TraLayer)]
+        known_by = _fingerprint(tokenizer)
         if cache is not None:
             earlier = model.model.decoder.load_cache(cache, layers, known_by)[1]
     if by_transformers:
