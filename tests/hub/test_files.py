@@ -29,6 +29,7 @@ def test_a_saved_model_gives_the_same_bits(attention: str, tmp_path: Path) -> No
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "tra_model.py",
     }
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is TraForCausalLM

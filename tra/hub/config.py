@@ -106,7 +106,7 @@ class TraConfig(transformers.PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         self.attention_options = self.decoder_config().attention_options  # raises what is wrong
         kwargs.pop("auto_map", None)  # which tools rewrite, and which is always the same
-        self.auto_map: dict[str, str] = AUTO_MAP
+        self.auto_map = dict(AUTO_MAP)
         super().__post_init__(**kwargs)
 
     @classmethod
