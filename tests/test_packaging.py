@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tra.errors import INSTALL_FROM
+from tra.ops.threshold_relative import cpu
 from tra.version import __version__
 
 ROOT = Path(__file__).parent.parent
@@ -101,6 +102,23 @@ print(json.dumps([[str(w.message) for w in caught], refusal, cpu.about(), same, 
     )
     assert about.startswith("native kernel; not usable here: it is not built: with torch installed")
     assert same
+
+
+COMPILER = """#!/bin/sh
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the processor does not say what it has")
+def test_for_this_machine_alone_only_the_variant_that_it_runs_is_built(sources: Path) -> None:
+    """By a compiler that makes empty files."""
+    compiler = sources / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    for asked, expected in (("native", [cpu.variant]), ("", sorted(cpu.VARIANTS))):
+        set_up(sources, "build_ext", "--inplace", "--force", CC=str(compiler), CXX=str(compiler), TRA_VARIANTS=asked)
+        built = sorted(file.stem.removeprefix("_kernel_") for file in (sources / "tra").rglob("_kernel_*.so"))
+        assert built == (expected if platform.machine() == "x86_64" else ["generic"])
 
 
 WITHOUT_TORCH = """
