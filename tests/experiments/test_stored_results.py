@@ -115,8 +115,8 @@ def made_cells(name: str, column: str, evaluated: str, length: int) -> dict[str,
 
 
 def learned_cells(name: str, column: str, evaluated: str, length: int) -> dict[str, str]:
-    """Those of learned thresholds, which have tables of their own; † there marks rows that were not tuned."""
-    if column == "passkey":
+    """That of learned thresholds on text, which has a table of its own; † there marks rows that were not tuned."""
+    if column != "wikitext103":
         return {}
     found = made_cells("learned", column, evaluated, length)
     return {row.removesuffix("†"): cell for row, cell in found.items() if row.startswith("tra-learned")}
