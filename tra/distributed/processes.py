@@ -5,7 +5,6 @@ Every message is between two processes, so that whoever does not answer is known
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -247,12 +246,13 @@ class ContextParallel:
         )
 
 
-_current: ContextVar[ContextParallel | None] = ContextVar("context_parallel", default=None)
+# A plain global, which torch.compile can read; no variable of contextvars or of a thread is.
+_current: ContextParallel | None = None
 
 
 def current() -> ContextParallel | None:
     """The processes that share the sequences of this forward pass, None if they are whole."""
-    return _current.get()
+    return _current
 
 
 @contextmanager
@@ -262,8 +262,9 @@ def context_parallel(shards: ContextParallel | None) -> Iterator[None]:
     The operator's output has the bits of one process, whatever their number. So have its gradients of queries, gates
     and thresholds; those of keys and values are summed over rows in another order, the same but for rounding.
     """
-    token = _current.set(shards)
+    global _current
+    before, _current = _current, shards
     try:
         yield
     finally:
-        _current.reset(token)
+        _current = before
