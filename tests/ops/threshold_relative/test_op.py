@@ -57,10 +57,10 @@ def test_gradients_of_the_reference_equal_finite_differences(shape: dict[str, in
 @pytest.mark.parametrize("masked", [False, True])
 def test_opcheck_finds_nothing(impl: str, masked: bool) -> None:
     dtype = torch.float64 if impl == "reference" else torch.float32
-    inputs = random_inputs(queries=5, keys=9, kv_heads=2, dtype=dtype)
-    masks = (torch.rand(2, 9) < 0.8, torch.zeros(2, 9, dtype=torch.int64)) if masked else (None, None)
+    inputs = random_inputs(1, 2, 1, queries=5, keys=9, dtype=dtype)
+    masks = (torch.rand(1, 9) < 0.8, torch.zeros(1, 9, dtype=torch.int64)) if masked else (None, None)
     seed = torch.tensor([12345]) if masked else None
-    rows = (torch.randn(2, 4, 5), torch.full((2, 4, 5), 50.0)) if masked else (None, None)
+    rows = (torch.randn(1, 2, 5), torch.full((1, 2, 5), 50.0)) if masked else (None, None)
     numbers = (0.3, 0.0, 0.5 if masked else 0.0, 0.2 if masked else 0.0, 0.0, None)
     ops = operators(impl)
     torch.library.opcheck(ops.forward, (*inputs, *masks, seed, *rows, None, *numbers, True))
@@ -85,8 +85,8 @@ def test_gradients_that_nobody_wants_are_left_out_and_the_others_do_not_change(i
 def test_compiles_without_graph_breaks_for_any_length(impl: str) -> None:
     compiled = torch.compile(threshold_relative_attention, fullgraph=True, dynamic=True)
     for length in (7, 12, 31):
-        eager = with_gradients(random_inputs(queries=length, dtype=torch.float32))
-        traced = with_gradients(random_inputs(queries=length, dtype=torch.float32))
+        eager = with_gradients(random_inputs(heads=2, queries=length, dtype=torch.float32))
+        traced = with_gradients(random_inputs(heads=2, queries=length, dtype=torch.float32))
         mask = torch.rand(2, length) < 0.8
         expected = threshold_relative_attention(*eager, key_mask=mask, impl=impl)
         actual = compiled(*traced, key_mask=mask, impl=impl)
@@ -153,11 +153,11 @@ def test_a_positive_gate_is_an_error_wherever_there_is_data(compiled: bool) -> N
 @pytest.fixture(params=sorted(IMPLEMENTATIONS))
 def attend(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
     """The operator as a function of its query alone."""
-    _, *others = random_inputs(dtype=torch.float32)
+    _, *others = random_inputs(heads=2, dtype=torch.float32)
     return lambda query: threshold_relative_attention(query, *others, impl=request.param)
 
 
-QUERY = random_inputs(dtype=torch.float32, seed=1)[0]
+QUERY = random_inputs(heads=2, dtype=torch.float32, seed=1)[0]
 
 
 def plain_gradient(function: Callable[[Tensor], Tensor]) -> Tensor:
