@@ -2,8 +2,8 @@
 
     python benchmarks/cache_memory.py --tokens 1048576
 
-Each kind runs in a process of its own. The cache is filled with random keys and values of the model's shape, then tokens
-follow one another. The model is not trained: its gates are near 0.5, so rows end after some tens of kept keys.
+Each kind runs in a process of its own. The cache is filled with random keys and values of the model's shape, then
+tokens follow one another. The model is not trained: its gates are near 0.5, so rows end after some tens of kept keys.
 """
 
 import argparse
