@@ -397,6 +397,7 @@ def test_what_cannot_be_adopted_is_named_with_the_reason() -> None:
     model = build_family("llama")
     for wrong, message in (
         ({"layers": [3]}, "layers must hold layers from 0 to 2, got 3"),
+        ({"layers": 1}, "layers must be a list of layers, got 1"),
         ({"drop_positions": [-1]}, "drop_positions must hold layers from 0 to 2, got -1"),
         ({"threshold": "token"}, "threshold"),
         ({"threshold": float("nan")}, "threshold must be a finite number"),

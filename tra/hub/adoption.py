@@ -149,8 +149,8 @@ def adopt(
         'TraLlamaForCausalLM'
     """
     options = Options(
-        None if layers is None else [*layers],
-        drop_positions if isinstance(drop_positions, bool) else [*drop_positions],
+        None if layers is None else _listed("layers", layers),
+        drop_positions if isinstance(drop_positions, bool) else _listed("drop_positions", drop_positions),
         gate_bias,
         threshold,
         threshold_start if isinstance(threshold, str) else Options.threshold_start,
@@ -171,6 +171,12 @@ def adopt(
     model.set_attn_implementation(NAME)
     attach(model)
     return model
+
+
+def _listed(name: str, layers: Sequence[int]) -> list[int]:
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise ValueError(f"{name} must be a list of layers, got {layers!r}")
+    return list(layers)
 
 
 def adopt_folder(model: str | Path, folder: str | Path, **options: Any) -> None:
@@ -454,10 +460,11 @@ def attend(
         visible, key_mask = None, attention_mask
     if gates is not None and visible is None and softcap is None and not output_attentions:
         log_gate, threshold = gates
+        learns = torch.is_grad_enabled() and options.threshold is not None
         out = threshold_relative_attention(
             query, key, value, log_gate,
             key_mask=key_mask, segment_ids=segments, scale=scaling, threshold=threshold, dropout=dropout,
-            straight_through=options.straight_through if torch.is_grad_enabled() else 0.0,
+            straight_through=options.straight_through if learns else 0.0,
             tolerance=options.tolerance, impl=options.impl,
         )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None
