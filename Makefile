@@ -1,4 +1,4 @@
-# make demo   what the demonstration needs is installed, then it runs (3 minutes)
+# make demo   what the demonstration needs is installed, then it runs
 # make test   the rest is installed, then lint and all tests
 # make lint   style and types                        make format   let ruff rewrite
 # make docs   the documentation as a site in build/site, its links and its examples checked

@@ -16,7 +16,7 @@ from tra.recipes import RecipeOf
 def test_everything_is_written_for_every_seed_and_the_report_named_last(
     tiny_recipe: RecipeOf, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "DEMO", replace(demo.DEMO, scales={"small": {"flip_flop": tiny_recipe}}))
+    monkeypatch.setattr(demo, "DEMO", replace(demo.DEMO, scales={"quick": {"flip_flop": tiny_recipe}}))
     folder = tmp_path / "demo"
     shown = shows(["demo", "--output", str(folder), "--seeds", "2", "--attention", "tra,nope"], capsys)
     assert shown.splitlines()[-1] == str(folder / "report.html")

@@ -35,7 +35,9 @@ def run(arguments: list[str]) -> int:
     folder = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     words = ["tra", "demo", "--seeds", str(options.seeds), "--attention", *options.attention, "--output", str(folder)]
     again = shlex.join([*words, *options.plugin_words])
-    request = Request(folder, seeds=options.seeds, attention=options.attention, jobs=options.jobs, command=again)
+    request = Request(
+        folder, "quick", seeds=options.seeds, attention=options.attention, jobs=options.jobs, command=again
+    )
     began = time.monotonic()
     with on_console():
         say("Training on 64 tokens, then exact match at longer lengths.")
