@@ -20,7 +20,7 @@ def main(folder: str, last: int) -> None:
     pieces = recipe.accumulate * (last - begun.step)
     summed_loss = tra.runs.step.summed_loss
 
-    def observed(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    def observed(model: torch.nn.Module, batch: Batch, shards: None = None) -> torch.Tensor:
         nonlocal pieces
         pieces -= 1
         if pieces == 0 and last < recipe.steps and os.environ["RANK"] == "1":

@@ -122,9 +122,9 @@ def test_the_other_schedules_stay_and_fall_to_zero_in_a_line() -> None:
 def test_non_finite_loss_stops_and_names_step_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, calls = tmp_path / "run", []
 
-    def poisoned(model: torch.nn.Module, batch: object) -> torch.Tensor:
+    def poisoned(*given: object) -> torch.Tensor:
         calls.append(1)
-        loss = original(model, batch)
+        loss = original(*given)
         return loss * math.nan if len(calls) == 7 else loss
 
     original = tra.runs.step.summed_loss
@@ -138,9 +138,9 @@ def test_non_finite_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.
     """The loss may be finite and its gradient not."""
     original, calls = tra.runs.step.summed_loss, []
 
-    def poisoned(model: torch.nn.Module, batch: object) -> torch.Tensor:
+    def poisoned(*given: object) -> torch.Tensor:
         calls.append(1)
-        loss = original(model, batch)
+        loss = original(*given)
         if len(calls) == 8:
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss
