@@ -15,7 +15,7 @@ def start(program: str, count: int, folder: Path, *arguments: str) -> list[subpr
         "from pathlib import Path\n"
         "rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])\n"
         "store = dist.FileStore(str(folder / 'store'), count)\n"
-        "dist.init_process_group('gloo', store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))\n"
+        "dist.init_process_group('gloo', store=store, rank=rank, world_size=count, timeout=timedelta(seconds=200))\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return [
@@ -30,7 +30,7 @@ def start(program: str, count: int, folder: Path, *arguments: str) -> list[subpr
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str, str]]:
+def finish(processes: list[subprocess.Popen[str]], seconds: float = 300) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of each."""
     until, found = time.monotonic() + seconds, []
     try:
@@ -40,6 +40,7 @@ def finish(processes: list[subprocess.Popen[str]], seconds: float = 120) -> list
     finally:
         for process in processes:
             process.kill()
+            process.communicate()  # closes its pipes
     return found
 
 

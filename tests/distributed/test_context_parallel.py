@@ -47,7 +47,7 @@ from safetensors.torch import load_file, save_file
 from tests.distributed.test_context_parallel import options
 from tra.distributed import ContextParallel
 from tra.distributed.attention import sharded_attention
-shards = ContextParallel(timeout=60, chunk=40)
+shards = ContextParallel(timeout=200, chunk=40)
 edges = [int(edge) for edge in sys.argv[5].split(",")]
 for case in sys.argv[4].split(","):
     whole = load_file(folder / f"{case}.safetensors")
@@ -98,7 +98,7 @@ def test_a_document_that_begins_in_the_shard_asks_nobody() -> None:
 FAULT = """
 from tra.distributed import ContextParallel
 from tra.distributed.attention import sharded_attention
-shards = ContextParallel(timeout=20, chunk=16)
+shards = ContextParallel(timeout=60, chunk=16)
 q = torch.randn(1, 2, 64, 8)
 layout = shards.layout(q[:, 0])
 turn = 0
@@ -112,13 +112,13 @@ while True:
 
 def test_a_process_that_is_killed_is_named_and_nobody_hangs(tmp_path: Path) -> None:
     processes = start(FAULT, 4, tmp_path)
-    until = time.monotonic() + 90
+    until = time.monotonic() + 240
     while time.monotonic() < until and not all((tmp_path / f"ready-{rank}").exists() for rank in range(4)):
         time.sleep(0.05)
     killed = time.monotonic()
     processes[2].send_signal(signal.SIGKILL)
-    found = finish(processes, 60)
-    assert time.monotonic() - killed < 50
+    found = finish(processes, 110)
+    assert time.monotonic() - killed < 100  # the timeout of 60 s at most, and mostly at once
     for rank in (0, 1, 3):
         code, _, errors = found[rank]
         assert code == 1, (rank, code, errors)
@@ -128,7 +128,7 @@ def test_a_process_that_is_killed_is_named_and_nobody_hangs(tmp_path: Path) -> N
 WRONG = """
 from tra.distributed import ContextParallel, context_parallel
 from tra.model import Decoder, DecoderConfig
-shards = ContextParallel(timeout=20)
+shards = ContextParallel(timeout=200)
 def message(call):
     try:
         call()
