@@ -59,3 +59,10 @@ def write_small_texts(place: Path, patch: pytest.MonkeyPatch) -> Path:
     patch.setenv("TRA_DATA", str(place / "data"))
     patch.setenv("TRA_CACHE", str(place / "cache"))
     return place / "data"
+
+
+@pytest.fixture(autouse=True)
+def _no_explorers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of attention, a second each, are made where reports are tested and nowhere else."""
+    if not request.module.__name__.endswith("test_report"):
+        monkeypatch.setattr("tra.experiments.perform.write_explorers", lambda cells: None)
