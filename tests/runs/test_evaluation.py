@@ -87,9 +87,9 @@ def test_prints_a_line_for_each_length(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == ""
     with shown():
         measure_all(model, FlipFlop(), sets, "tra")
-    lines = [line for line in capsys.readouterr().out.splitlines() if " tokens:" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if " tokens, exact match:" in line]
     assert len(lines) == 2
-    assert re.fullmatch(r"   tra at      8 tokens:  iid [01]\.\d{3}  sparse [01]\.\d{3}", lines[0])
+    assert re.fullmatch(r"   tra at      8 tokens, exact match:  iid [01]\.\d{3}  sparse [01]\.\d{3}", lines[0])
 
 
 RECIPE = replace(

@@ -267,9 +267,9 @@ def test_prints_perplexity_with_the_stride_of_sliding_windows(text: Text, capsys
     sets = [Evaluation("valid", 16, 2), Evaluation("valid", 16, 2, 4), Evaluation("valid", 32, 2)]
     with shown():
         results = measure_all(Table(torch.zeros(280, 280)), text, sets, "tra")
-    lines = [line for line in capsys.readouterr().out.splitlines() if " tokens:" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if " tokens, perplexity per token:" in line]
     assert [result.stride for result in results] == [None, 4, None]
     assert lines == [
-        "   tra at     16 tokens:  valid 280.000  valid (stride 4) 280.000",
-        "   tra at     32 tokens:  valid 280.000",
+        "   tra at     16 tokens, perplexity per token:  valid 280.000  valid (stride 4) 280.000",
+        "   tra at     32 tokens, perplexity per token:  valid 280.000",
     ]

@@ -308,7 +308,7 @@ def test_a_command_says_what_it_measured(there: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     for field, places in (("perplexity", 2), ("perplexity_per_word", 2), ("perplexity_per_byte", 3)):
         assert f"| tra | {entry[field]:.{places}f} [" in said
-    assert re.search(r"tra at +21 tokens:  valid \d+\.\d{3}\n", said)
+    assert re.search(r"tra at +21 tokens, perplexity per token:  valid \d+\.\d{3}\n", said)
 
 
 @pytest.mark.parametrize(
