@@ -23,7 +23,6 @@ from tra.experiments.demo import DEMO
 from tra.experiments.figure1 import FIGURE1
 from tra.experiments.figure2 import FIGURE2
 from tra.experiments.figure3 import FIGURE3, TEXT
-from tra.experiments.learned import LEARNED
 from tra.experiments.local_jobs import run_cell
 from tra.experiments.longer import LONGER
 from tra.experiments.norms import COMPARED, NORMS
@@ -31,9 +30,9 @@ from tra.experiments.passkey import PASSKEY
 from tra.experiments.perform import wanted_runs
 from tra.experiments.results import records_of
 from tra.experiments.steps import STEPS, STEPS_OF
-from tra.experiments.table1 import PAPER, SMALL_SCALE, TABLE1
+from tra.experiments.table1 import AIDED, PAPER, SMALL_SCALE, TABLE1
 from tra.model import Decoder
-from tra.recipes import RECIPES
+from tra.recipes import RECIPES, RecipeOf
 from tra.recipes.strings import SETS
 from tra.report.figures import save_figure
 from tra.report.records import grouped
@@ -370,25 +369,15 @@ def test_what_the_paper_has_not_is_tuned_like_what_it_has(experiment: Experiment
         assert min(entry.length for entry in recipe_of().evaluations) == recipe_of().length, "or it cannot be tuned"
 
 
-@pytest.mark.usefixtures("small_texts", "run_here")
-def test_a_learned_threshold_starts_from_the_weights_of_a_fixed_one(tmp_path: Path) -> None:
-    """In every column, so that only the threshold differs between the two rows."""
-    for column in LEARNED.scales["small"].values():
-        learned, fixed = (row.recipe(column, 0) for row in LEARNED.chosen_rows(()))
-        assert learned.learning_rate == fixed.learning_rate
-        assert learned.model.attention_options["qk_norm"] == fixed.model.attention_options["qk_norm"]
-        states = []
-        for recipe in (learned, fixed):
-            torch.manual_seed(7)
-            states.append(Decoder(recipe.model).state_dict())
-        ours, theirs = states
-        assert {name.rpartition(".")[2] for name in set(ours) - set(theirs)} == {"threshold_bias"}
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert main(smoke("learned", tmp_path / "learned", "--seeds", "1")) == 0
-    assert {record["attention"] for record in content_of(tmp_path / "learned")["results"]} == {
-        "tra-learned",
-        "tra straight_through=0.5",
-    }
+@pytest.mark.parametrize("recipe_of", [*SMALL_SCALE.values(), *FIGURE2.scales["small"].values()])
+def test_a_learned_threshold_starts_from_the_weights_of_a_fixed_one(recipe_of: RecipeOf) -> None:
+    states = []
+    for row in (Row("tra-learned"), AIDED):
+        torch.manual_seed(7)
+        states.append(Decoder(row.recipe(recipe_of, 0).model).state_dict())
+    ours, theirs = states
+    assert {name.rpartition(".")[2] for name in set(ours) - set(theirs)} == {"threshold_bias"}
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_every_aid_is_read_as_published_tra_is(tmp_path: Path) -> None:

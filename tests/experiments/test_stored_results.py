@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from tra.experiments.learned import TUNED
 from tra.experiments.rows import choice_label
-from tra.experiments.table1 import AIDED
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -35,16 +33,6 @@ def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: 
             assert row["learning_rate"] == chosen["learning_rate"]
             norm = row["options"].get("qk_norm", True)
             assert norm == chosen.get("model.attention_options.qk_norm", "qk_norm=True" in row["attention"])
-
-
-def test_text_with_learned_thresholds_has_the_settings_tuned_for_a_threshold_of_0() -> None:
-    evidence = json.loads((RESULTS / "figure2" / "results.json").read_text())["tuning"][f"wikitext103 {AIDED.label}"]
-    assert evidence["chosen"] == TUNED
-    stored = json.loads((RESULTS / "learned" / "results.json").read_text())["results"]
-    assert stored
-    for entry in stored:
-        assert entry["learning_rate"] == TUNED["learning_rate"]
-        assert entry["options"]["qk_norm"] == TUNED["model.attention_options.qk_norm"]
 
 
 SHOWN = {
@@ -95,7 +83,6 @@ def means_at(entries: list[dict[str, Any]], length: int) -> dict[str, float]:
         ("parity.md", "", "table1", "parity\n"),
         ("key-in-noise.md", "", "passkey", "passkey\n"),
         ("text.md", "", "figure2", "Perplexity per token"),
-        ("forms-of-tra.md", "## Thresholds that heads learn\n", "learned", "Perplexity per token"),
     ],
 )
 def test_the_pages_of_results_show_the_tables_that_were_made(page: str, section: str, name: str, title: str) -> None:
@@ -114,14 +101,6 @@ def made_cells(name: str, column: str, evaluated: str, length: int) -> dict[str,
     return {row[0]: row[at].strip("*") for row in lines}
 
 
-def learned_cells(name: str, column: str, evaluated: str, length: int) -> dict[str, str]:
-    """That of learned thresholds on text, which has a table of its own; † there marks rows that were not tuned."""
-    if column != "wikitext103":
-        return {}
-    found = made_cells("learned", column, evaluated, length)
-    return {row.removesuffix("†"): cell for row, cell in found.items() if row.startswith("tra-learned")}
-
-
 def test_the_readme_shows_what_is_stored() -> None:
     """Mean and interval of every entry as the tables have them; the best of all that were measured is bold."""
     page = (RESULTS.parents[1] / "README.md").read_text()
@@ -131,7 +110,7 @@ def test_the_readme_shows_what_is_stored() -> None:
     assert len(rows) <= 6
     for place, known in enumerate(IN_README.values(), start=1):
         digits = 1 if known.startswith("text") else 2
-        cells = {**learned_cells(*SHOWN[known]), **made_cells(*SHOWN[known])}
+        cells = made_cells(*SHOWN[known])
         numbers = {row: [float(x) for x in re.findall(r"[\d.]+", cell)] for row, cell in cells.items() if "[" in cell}
         means = [round(found[0], digits) for found in numbers.values()]
         best = min(means) if known.startswith("text") else max(means)

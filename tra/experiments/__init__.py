@@ -15,7 +15,6 @@ BUILT_IN = {
     "demo": "tra.experiments.demo:DEMO",
     "table1": "tra.experiments.table1:TABLE1",
     "aids": "tra.experiments.aids:AIDS",
-    "learned": "tra.experiments.learned:LEARNED",
     "steps": "tra.experiments.steps:STEPS",
     "norms": "tra.experiments.norms:NORMS",
     "longer": "tra.experiments.longer:LONGER",

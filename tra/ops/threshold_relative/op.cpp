@@ -62,7 +62,7 @@ Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType type) {
     }
     Tensor result(handle);
 #ifdef TRA_POISON  // `make sanitize`: what is never written is NaN
-    std::memset(result.data_ptr(), 0xff, size_t(result.numel()) * (type == ScalarType::Float ? 4 : 2));
+    if (result.numel()) std::memset(result.data_ptr(), 0xff, size_t(result.numel()) * (type == ScalarType::Float ? 4 : 2));
 #endif
     return result;
 }
