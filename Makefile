@@ -94,17 +94,11 @@ setup: $(READY)
 
 KERNEL := $(wildcard tra/ops/threshold_relative/*.cpp tra/ops/threshold_relative/*.h)
 PIP    := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check
-# On Linux, PyPI's torch brings gigabytes of CUDA. Without a GPU, and where it can be reached, its own index has one for CPUs.
-CPU_INDEX := https://download.pytorch.org/whl/cpu
-REACHED   := from urllib.request import urlopen; urlopen('$(CPU_INDEX)/torch/', timeout=5); print('--extra-index-url $(CPU_INDEX)')
-ifeq ($(shell uname -s)$(shell command -v nvidia-smi rocm-smi),Linux)
-  CPU_TORCH = $(shell $(PYTHON) -c "$(REACHED)" 2>/dev/null)
-endif
 
 $(LEAN): pyproject.toml setup.py constraints.txt $(KERNEL)
 	@echo "Set-up in $(VENV), 1 of 2: PyTorch"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --no-deps $(CPU_TORCH) torch  # first: the kernel is built with it
+	$(PIP) --no-deps torch  # first: the kernel is built with it
 	@echo "Set-up in $(VENV), 2 of 2: this package, its kernel (half a minute of compiling) and what the demonstration needs"
 	TRA_VARIANTS=native $(PIP) --editable '.[train]'
 	touch $@

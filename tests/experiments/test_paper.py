@@ -109,7 +109,7 @@ def test_the_protocol_is_the_same_for_every_mechanism_and_task() -> None:
 def test_figure1_shows_tra_beside_fot(tmp_path: Path, drawn: list[Figure]) -> None:
     assert main(smoke("figure1", tmp_path, "--seeds", "1")) == 0
     assert (tmp_path / "attention.png").read_bytes().startswith(PNG)
-    (figure,) = drawn
+    figure, _ = drawn  # and the curves of losses
     panels = [panel for panel in figure.axes if panel.get_title()]
     titles = [panel.get_title() for panel in panels]
     assert titles == [f"{name}, layer 1, head {head}" for name in ("tra", "fot") for head in (1, 2)]
