@@ -256,7 +256,17 @@ def trained_by_command(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("TRA_CACHE", str(place / "cache"))
         patch.chdir(place)
         assert (
-            main(["train", "wikitext103-small", *text, *model, "--length", "16", "--steps", "2", "--batch", "3"]) == 0
+            main(
+                [
+                    "train",
+                    "wikitext103-small",
+                    *text,
+                    *model,
+                    *["--length", "16", "--steps", "2", "--batch", "3", "--output"],
+                    str(RUN),
+                ]
+            )
+            == 0
         )
     return place
 
