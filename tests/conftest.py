@@ -1,3 +1,4 @@
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +28,12 @@ def language_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved, in whatever formats."""
+    """The figures that are saved to files, in whatever formats; not those that a page holds."""
     figures: list[Figure] = []
     save = Figure.savefig
 
     def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
-        if figure not in figures:  # of which some are drawn for a page, too
+        if figure not in figures and not isinstance(arguments[0], io.StringIO):  # a page's text
             figures.append(figure)
         save(figure, *arguments, **options)
 
