@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,13 @@ def test_a_preempted_job_is_submitted_again_as_it_was(tmp_path: Path) -> None:
     assert isinstance(sent, Job)
     assert vars(sent) == vars(job)
     assert Path(job.folder).is_absolute()
+
+
+def test_a_job_of_tuning_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+    one = replace(cell(tmp_path / "run"), choice={"learning_rate": 1e-3})
+    Job(one, ())()
+    assert one.results()
+    assert not one.run.checkpoints.steps()
 
 
 def test_a_job_that_ran_before_goes_on_from_its_checkpoint_to_the_same_bits(

@@ -31,6 +31,7 @@ class Job:
     def __init__(self, cell: Cell, needed: Sequence[str]) -> None:
         self.column, self.row, self.folder = cell.column, cell.row, str(cell.folder.absolute())
         self.recipe, self.needed, self.folders = cell.recipe.to_json(), tuple(needed), plugins.folders()
+        self.choice, self.share = dict(cell.choice), cell.share
 
     def __call__(self) -> None:
         for folder in self.folders:
@@ -38,7 +39,8 @@ class Job:
         for name in self.needed:
             plugins.load(name)
         reuse_memory()
-        run_cell(Cell(self.column, self.row, Recipe.from_json(self.recipe), Path(self.folder)))
+        recipe, folder = Recipe.from_json(self.recipe), Path(self.folder)
+        run_cell(Cell(self.column, self.row, recipe, folder, choice=self.choice, share=self.share))
 
     def checkpoint(self) -> Any:
         """submitit asks for this when the job's time is up or the job is preempted: the same again, which goes on."""
