@@ -98,7 +98,7 @@ def test_a_document_that_begins_in_the_shard_asks_nobody() -> None:
 FAULT = """
 from tra.distributed import ContextParallel
 from tra.distributed.attention import sharded_attention
-shards = ContextParallel(timeout=60, chunk=16)
+shards = ContextParallel(timeout=15, chunk=16)
 q = torch.randn(1, 2, 64, 8)
 layout = shards.layout(q[:, 0])
 turn = 0
@@ -118,7 +118,7 @@ def test_a_process_that_is_killed_is_named_and_nobody_hangs(tmp_path: Path) -> N
     killed = time.monotonic()
     processes[2].send_signal(signal.SIGKILL)
     found = finish(processes, 110)
-    assert time.monotonic() - killed < 100  # the timeout of 60 s at most, and mostly at once
+    assert time.monotonic() - killed < 100
     for rank in (0, 1, 3):
         code, _, errors = found[rank]
         assert code == 1, (rank, code, errors)
