@@ -177,16 +177,16 @@ class ContextParallel:
 
     def _told_by(self, peer: int) -> int:
         """Who is gone: the one that this peer found gone before it ended, otherwise itself."""
-        for teller in (peer, *self._others()):
-            if teller not in self._notices:
-                continue
-            notice, work = self._notices.pop(teller)
-            try:
-                work.wait(timedelta(milliseconds=200))
-            except RuntimeError:
-                continue  # it said nothing
-            return int(notice)
-        return peer
+        if peer not in self._notices:
+            return peer
+        notice, work = self._notices.pop(peer)
+        try:
+            # Its connection is closed, so this ends at once. To wait for anybody else could run out of time, upon
+            # which gloo closes all connections, and nobody could be told.
+            work.wait(timedelta(seconds=1))
+        except RuntimeError:
+            return peer  # it said nothing
+        return int(notice)
 
     def _tell(self, gone: int) -> None:
         if dist.get_backend(self.group) != "gloo":
