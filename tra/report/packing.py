@@ -129,7 +129,7 @@ class _Rule:
         terms = terms._replace(
             query=terms.query[0].float().cpu(),
             key=terms.key[0].float().cpu(),
-            bias=None if terms.bias is None else terms.bias[0].double().cpu(),
+            bias=None if terms.bias is None else _of_pairs(terms.bias, terms.query.shape[2]).double().cpu(),
             log_gate=None if terms.log_gate is None else terms.log_gate[0].float().cpu(),
         )
         if isinstance(terms.threshold, Tensor):
@@ -210,6 +210,11 @@ class _Rule:
             nearer = kept.flip(-1).cumsum(-1).flip(-1) - kept.long()
             logits += self.terms.log_gate[head].double()[:, None] * nearer
         return logits.masked_fill(~kept, -math.inf).softmax(-1).masked_fill(~kept, 0.0)
+
+
+def _of_pairs(bias: Tensor, length: int) -> Tensor:
+    """A bias that broadcasts to ``[B, H, L, L]``, of the first sequence, ``[H, L, L]`` or ``[1, L, L]``."""
+    return bias.reshape((1,) * (4 - bias.dim()) + bias.shape)[0].expand(-1, length, length)
 
 
 def _decomposed(bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -248,7 +248,7 @@ class Walk:
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 300, 8).unbind(0)
         >>> inputs = Inputs(q, k, v, -torch.rand(1, 2, 300), *[None] * 5)
-        >>> walk = Walk(Rows(inputs, Options(1.0, 0.0, 0.0, 0.0, 1e-7, 99.0), start=0, length=300))
+        >>> walk = Walk(Rows(inputs, Options(0.25, 0.0, 0.0, 0.0, 1e-7, 30.0), start=0, length=300))
         >>> for start, end in ((200, 300), (0, 200)):
         ...     walk.visit(Piece(k[:, :, start:end], v[:, :, start:end], start))
         >>> walk.result().out.shape
