@@ -39,8 +39,8 @@ class Job:
         for name in self.needed:
             plugins.load(name)
         reuse_memory()
-        recipe, folder = Recipe.from_json(self.recipe), Path(self.folder)
-        run_cell(Cell(self.column, self.row, recipe, folder, choice=self.choice, share=self.share))
+        recipe, run = Recipe.from_json(self.recipe), Path(self.folder)
+        run_cell(Cell(self.column, self.row, recipe, run, choice=self.choice, share=self.share))
 
     def checkpoint(self) -> Any:
         """submitit asks for this when the job's time is up or the job is preempted: the same again, which goes on."""
