@@ -86,7 +86,7 @@ sanitize: setup
 	nm -D $(SANITIZED)/tra/ops/threshold_relative/_kernel_generic.so | grep -q __asan_report  # else nothing is checked
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
-	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix tests/ops/threshold_relative/,test_semantics.py test_cpu.py test_straight_through.py) \
+	  $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix tests/ops/threshold_relative/,test_semantics.py test_cpu.py test_straight_through.py test_pieces.py test_key_lengths.py) \
 	  -k "not memory"
 
 # Set-up is in two parts: what the demonstration needs, and what tests, documentation and other tools need besides.
