@@ -98,7 +98,7 @@ def generate(
             raise ValueError("cache and save_cache must be left out where transformers generates: beams and the like")
         past = TraCache(model.model.decoder)
         layers = [layer.stored for layer in past.layers if isinstance(layer, TraLayer)]
-        known_by = _fingerprint(tokenizer)
+        known_by = tokenizer_fingerprint(tokenizer)
         if cache is not None:
             earlier = model.model.decoder.load_cache(cache, layers, known_by)[1]
     if by_transformers:
@@ -161,28 +161,58 @@ def written(
 
     Nothing is shared between calls but the weights, so several may go on at the same time.
     """
-    end = model.generation_config.eos_token_id
-    # What was decoded last, and what was not yet: to decode everything again for each token would take ever longer.
-    before: list[int] = ids[0, -1:].tolist()  # some tokenizers drop a space with which a text begins
-    held: list[int] = []
+    text = TextStream(tokenizer, int(ids[0, -1]))
     with _explained():
         for chosen in stream_tokens(
             reader(model, past),
             ids.to(model.device),
             new,
             sampling,
-            end=[] if end is None else end if isinstance(end, list) else [end],
+            end=end_tokens(model),
             generator=torch.Generator(model.device).manual_seed(seed),
         ):
-            held.append(int(chosen))
-            piece = _added(tokenizer, before, held)
-            if piece.endswith("\ufffd"):  # which stands for a part of a character
-                yield held[-1], ""
-            else:
-                yield held[-1], piece
-                before, held = held, []
-        if held:
-            yield None, _added(tokenizer, before, held)
+            yield int(chosen), text.add(int(chosen))
+        if rest := text.rest():
+            yield None, rest
+
+
+def end_tokens(model: TraForCausalLM) -> list[int]:
+    """Those after which its text ends."""
+    end = model.generation_config.eos_token_id
+    return [] if end is None else end if isinstance(end, list) else [end]
+
+
+class TextStream:
+    """Text from tokens as they come.
+
+    Args:
+        tokenizer: what decodes them.
+        before: the token before the first: some tokenizers drop a space with which a text begins.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: int) -> None:
+        self.tokenizer = tokenizer
+        # What was decoded last, and what was not yet: to decode everything again for each token would take ever longer.
+        self.before, self.held = [before], list[int]()
+
+    def add(self, token: int) -> str:
+        """The text that this token completes: none while it ends within a character."""
+        self.held.append(token)
+        piece = self._added()
+        if piece.endswith("\ufffd"):  # which stands for a part of a character
+            return ""
+        self.before, self.held = self.held, []
+        return piece
+
+    def rest(self) -> str:
+        """What is left at the end, where bytes may stand that are no character."""
+        return self._added() if self.held else ""
+
+    def _added(self) -> str:
+        """What the tokens held add to the text of those before, on which it may depend."""
+        both = (self.before, self.before + self.held)
+        known, text = (str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in both)
+        return text[len(known) :]
 
 
 def reader(model: TraForCausalLM, past: transformers.Cache | None = None) -> Reader:
@@ -201,16 +231,10 @@ def reader(model: TraForCausalLM, past: transformers.Cache | None = None) -> Rea
     return read
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """What tells a tokenizer from others: tokens mean something to the model only by their numbers."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(repr(vocabulary).encode()).hexdigest()[:16]
-
-
-def _added(tokenizer: PreTrainedTokenizerBase, before: list[int], held: list[int]) -> str:
-    """What the tokens add to the text of those before, on which it may depend."""
-    known, both = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (before, before + held))
-    return both[len(known) :]
 
 
 @contextmanager
