@@ -198,39 +198,22 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slurm")
-def test_options_are_those_of_submitit_or_of_the_cluster_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    received: list[dict[str, Any]] = []
-    update = submitit.AutoExecutor.update_parameters
-
-    def recorded(executor: Any, **parameters: Any) -> None:
-        received.append(parameters)
-        update(executor, **parameters)
-
-    monkeypatch.setattr(submitit.AutoExecutor, "update_parameters", recorded)
+def test_options_are_those_of_submitit_or_of_the_cluster_itself(tmp_path: Path) -> None:
     options = {"partition": "gpu", "gpus_per_node": 1, "timeout_min": 600, "slurm_account": "mine", "name": "grid"}
     executor = make_executor("slurm", options, tmp_path / "cluster")
-    assert received == [
-        {"name": "grid", "gpus_per_node": 1, "timeout_min": 600, "slurm_partition": "gpu", "slurm_account": "mine"}
-    ]
-    kept = executor._executor.parameters
-    assert (kept["partition"], kept["account"], kept["gpus_per_node"], kept["time"]) == ("gpu", "mine", 1, 600)
-    assert make_executor("slurm", {}, tmp_path / "cluster")._executor.parameters["job_name"] == "tra"
+    expected = {"partition": "gpu", "account": "mine", "gpus_per_node": 1, "time": 600, "job_name": "grid"}
+    assert {name: executor.parameters.get(name) for name in expected} == expected
+    assert make_executor("slurm", {}, tmp_path / "cluster").parameters["job_name"] == "tra"
 
 
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        (
-            "slurm",
-            {"partitio": "gpu"},
-            "cluster_options of slurm must be among .*, got 'partitio'; did you mean 'partition'",
-        ),
-        ("slurm", {"slurm_tim": 3}, "cluster_options of slurm must be among .*, got 'slurm_tim'"),
+        ("slurm", {"partitio": "gpu"}, "cluster_options must be among .*Unknown argument 'partitio'.* partition"),
+        ("slurm", {"slurm_tim": 3}, "cluster_options must be among .*Unknown argument 'tim'"),
         ("slurm", {"gpus_per_node": "two"}, "cluster_options must suit slurm: .*gpus_per_node"),
-        ("local", {"partition": "gpu"}, "cluster_options of local must be among .*, got 'partition'"),
+        ("local", {"partition": "gpu"}, "cluster_options must be among .*Unknown argument 'partition'"),
         ("local", {"nodes": 2}, "only one node"),
         ("pbs", {}, "cluster must be one of local, slurm, got 'pbs'"),
     ],
@@ -244,8 +227,8 @@ def test_wrong_options_are_one_clear_line(tmp_path: Path, capsys: pytest.Capture
     command = smoke("figure1", tmp_path / "out", "--cluster", "local", "--cluster-options")
     assert main([*command, "timeout_mi=5"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("tra: error: cluster_options of local must be among ")
-    assert "got 'timeout_mi'; did you mean 'timeout_min'?" in error
+    assert error.startswith("tra: error: cluster_options must be among name, timeout_min, ")
+    assert "Unknown argument 'timeout_mi'" in error
     assert error.count("\n") == 1
     assert main([*command, "timeout_min"]) == 2
     assert "NAME=VALUE, got 'timeout_min'" in capsys.readouterr().err
@@ -277,12 +260,10 @@ class Waiting:
 
 
 class Executor:
-    """What is submitted to it, and the jobs that are there already."""
+    """What is submitted to it."""
 
-    def __init__(self, fresh: list[Any], there: dict[str, Any] | None = None) -> None:
+    def __init__(self, fresh: list[Any]) -> None:
         self.fresh, self.submitted, self.folder = list(fresh), [], Path("cluster")
-        self._executor = self
-        self.job_class = lambda folder, number: (there or {})[number]
 
     def batch(self) -> Any:
         return nullcontext()
@@ -309,10 +290,9 @@ def test_jobs_that_were_left_to_the_cluster_are_found_again(tmp_path: Path, monk
     assert [job.folder for job in executor.submitted] == [str(one.folder) for one in cells]
 
     # The first is still waiting, the second was cancelled meanwhile.
-    executor = Executor(
-        [Waiting(["RUNNING", "COMPLETED"], "13")],
-        {"11": Waiting(["RUNNING", "RUNNING", "COMPLETED"], "11"), "12": Waiting(["CANCELLED by 0"], "12")},
-    )
+    executor = Executor([Waiting(["RUNNING", "COMPLETED"], "13")])
+    there = {"11": Waiting(["RUNNING", "RUNNING", "COMPLETED"], "11"), "12": Waiting(["CANCELLED by 0"], "12")}
+    monkeypatch.setattr(submitit, "SlurmJob", lambda _, number: there[number])
     run_on_cluster(cells, "slurm", {}, tmp_path / "cluster")
     assert [job.folder for job in executor.submitted] == [str(cells[1].folder)]
     assert json.loads((tmp_path / "cluster" / "jobs.json").read_text()) == {

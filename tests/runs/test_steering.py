@@ -53,7 +53,7 @@ def test_a_run_that_began_with_other_weights_goes_on_without_them(
     recipe = replace(SHORT, seed=5, init_from=str(tmp_path / "source"))
     train(recipe, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(tra.runs.training._Trainer, "_go_on", lambda *_: pytest.fail("killed"))
+        patch.setattr(tra.runs.training._Trainer, "_take_steps", lambda *_: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception, match="killed"):
             train(recipe, tmp_path / "killed")
     assert checkpoints(tmp_path / "killed") == [0]

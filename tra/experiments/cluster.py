@@ -16,9 +16,12 @@ from tra.lookup import lookup
 from tra.progress import progress, say
 from tra.recipes import Recipe
 from tra.runs.memory import reuse_memory
-from tra.signatures import among
 
 CLUSTERS = ("slurm", "local")
+SHARED_OPTIONS = (
+    "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout",
+)  # fmt: skip
+"""Parameters that submitit translates for every cluster; those of one cluster alone begin with its name."""
 SECONDS_BETWEEN_LOOKS = 2.0
 JOBS = "jobs.json"
 """Holds the number of each run's job, so that another call finds those still there."""
@@ -61,7 +64,7 @@ def run_on_cluster(cells: Sequence[Cell], cluster: str, options: Mapping[str, An
     """
     executor = make_executor(cluster, options, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = _still_there(executor, folder)
+    jobs = _still_there(cluster, executor.folder, folder)
     fresh = [cell for cell in cells if str(cell.folder.absolute()) not in jobs]
     if len(fresh) < len(cells):
         say(f"{len(cells) - len(fresh)} jobs are still with {cluster}")
@@ -105,27 +108,32 @@ def make_executor(cluster: str, options: Mapping[str, Any], folder: Path) -> Any
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
     except RuntimeError as error:
         raise ValueError(f"cluster must be one that this machine can reach: {error}") from error
-    general, own = executor._valid_parameters(), executor._executor._valid_parameters()
     named: dict[str, Any] = {"name": "tra"}
     for name, value in options.items():
         bare = name.removeprefix(f"{cluster}_")
-        if bare not in general | own:
-            raise ValueError(among(f"cluster_options of {cluster}", sorted(general | own), name))
-        named[bare if bare in general else f"{cluster}_{bare}"] = value
+        named[bare if bare in SHARED_OPTIONS else f"{cluster}_{bare}"] = value
     try:
         executor.update_parameters(**named)
+    except NameError as error:
+        unknown = str(error).partition("\n")[0]
+        raise ValueError(
+            f"cluster_options must be among {', '.join(SHARED_OPTIONS)} and {cluster}'s own: {unknown}"
+        ) from error
     except (AssertionError, TypeError) as error:
         raise ValueError(f"cluster_options must suit {cluster}: {error}") from error
     return executor
 
 
-def _still_there(executor: Any, folder: Path) -> dict[str, Any]:
+def _still_there(cluster: str, logs: Path, folder: Path) -> dict[str, Any]:
     """The jobs that an earlier call left waiting or running, by the folders of their runs."""
+    import submitit
+
     try:
         stored = json.loads((folder / JOBS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    found = {run: executor._executor.job_class(executor.folder, number) for run, number in stored.items()}
+    kind = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}[cluster]
+    found: dict[str, Any] = {run: kind(logs, number) for run, number in stored.items()}
     return {run: job for run, job in found.items() if str(job.state).upper().startswith(ALIVE)}
 
 

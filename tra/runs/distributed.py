@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.state import AcceleratorState, DistributedType, PartialState, is_initialized
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
@@ -31,12 +31,11 @@ def make_accelerator(
     Trackers write to the folder. The device is the accelerator if there is one, unless "cpu" is asked for.
     """
     check_trackers(track)
-    # Accelerate remembers a process's first run; another recipe may want another precision, and the process group
-    # of a finished run is gone.
-    AcceleratorState._reset_state(reset_partial_state=True)
+    cpu = device == "cpu" or not torch.accelerator.is_available()
+    _forget_earlier_runs(cpu)
     sharding = _sharding() if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
     accelerator = Accelerator(
-        cpu=device == "cpu" or not torch.accelerator.is_available(),
+        cpu=cpu,
         mixed_precision=precision,
         fsdp_plugin=sharding,
         log_with=list(track) or None,
@@ -46,8 +45,16 @@ def make_accelerator(
         # Accelerate shards on accelerators alone and would give replicas in silence; PyTorch shards on the CPU too.
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        PartialState().distributed_type = DistributedType.FSDP
     return accelerator
+
+
+def _forget_earlier_runs(cpu: bool) -> None:
+    """Accelerate's states are singletons whose instances share one dictionary, which remembers a process's first run.
+    Another recipe may want another precision, and the process group of a finished run is gone."""
+    if is_initialized():
+        vars(AcceleratorState()).clear()
+    vars(PartialState(cpu=cpu)).clear()
 
 
 def share_sequences(accelerator: Accelerator, model: Decoder, count: int) -> ContextParallel | None:

@@ -68,38 +68,42 @@ def train(
     """
     run, task = Run(folder), recipe.build_task()
     accelerator = make_accelerator(recipe.precision, run.folder, track)
-    if context_parallel < 1 or accelerator.num_processes % context_parallel:
-        raise ValueError(
-            f"context_parallel must divide the number of processes, {accelerator.num_processes}, got {context_parallel}"
-        )
-    parts = accelerator.num_processes // context_parallel
-    if recipe.batch % (parts * recipe.accumulate):
-        raise ValueError(
-            f"batch must be a multiple of processes x accumulate = {parts} x {recipe.accumulate}, got {recipe.batch}"
-        )
-    if accelerator.device.type == "cpu":
-        rows = recipe.batch // (parts * recipe.accumulate)
-        check_training(recipe.model, rows, math.ceil(recipe.length / context_parallel))
-    first = accelerator.is_main_process
-    if first:
+    _check_division(recipe, accelerator, context_parallel)
+    writes = accelerator.is_main_process
+    if writes:
         run.check_usable(recipe, resume)  # before a text is made ready, which may take long
-    with nullcontext() if first else hidden():
+    with nullcontext() if writes else hidden():
         task.prepare(recipe.model.vocabulary, recipe.length, recipe.evaluations)
-        with run.claimed() if first else nullcontext():
+        with run.claimed() if writes else nullcontext():
             trainer = _Trainer(recipe, task, run, accelerator, context_parallel)
-            if first:
+            if writes:
                 run.record(recipe, task)
             model = trainer.train(track)
             # Asked before anything is stored, so that all processes agree.
-            if measure and not agreed(first and run.finished(recipe) is not None):
+            if measure and not agreed(writes and run.finished(recipe) is not None):
                 results = measure_all(model, task, recipe.evaluations, recipe.model.label)
-                if first:
-                    run.store_results(trainer.saved, task, results)
-                accelerator.log(as_metrics(results, "evaluation/"), step=trainer.saved)
+                if writes:
+                    run.store_results(trainer.steps_saved, task, results)
+                accelerator.log(as_metrics(results, "evaluation/"), step=trainer.steps_saved)
             accelerator.end_training()
     # Known already, in every process; nothing need be loaded.
-    run.recipe, run.task, run.model, run.step = recipe, task, model.eval(), trainer.saved
+    run.recipe, run.task, run.model, run.step = recipe, task, model.eval(), trainer.steps_saved
     return run
+
+
+def _check_division(recipe: Recipe, accelerator: Accelerator, context_parallel: int) -> None:
+    """Whether the processes can share the batch, and each its part of memory."""
+    processes = accelerator.num_processes
+    if context_parallel < 1 or processes % context_parallel:
+        raise ValueError(f"context_parallel must divide the number of processes, {processes}, got {context_parallel}")
+    pieces = processes // context_parallel * recipe.accumulate
+    if recipe.batch % pieces:
+        raise ValueError(
+            f"batch must be a multiple of processes x accumulate = {processes // context_parallel} x "
+            f"{recipe.accumulate}, got {recipe.batch}"
+        )
+    if accelerator.device.type == "cpu":
+        check_training(recipe.model, recipe.batch // pieces, math.ceil(recipe.length / context_parallel))
 
 
 class _Trainer:
@@ -113,8 +117,8 @@ class _Trainer:
         if recipe.init_from is not None and not agreed(bool(run.checkpoints.steps())):
             load_initial_weights(recipe.init_from, self.model)
         self.shards = share_sequences(accelerator, self.model, context_parallel)
-        self.sharing = context_parallel
-        self.step = TrainingStep(
+        self.context_parallel = context_parallel
+        self.update = TrainingStep(
             self.model,
             accelerator,
             learning_rate=recipe.learning_rate,
@@ -127,13 +131,13 @@ class _Trainer:
         self.batch_of_step = training_batches(recipe, task)
         self.task, self.validation = task, recipe.validation_sets(task)
         self.validated: Decoder | None = None
-        self.saved = 0
+        self.steps_saved = 0
 
     def train(self, track: Sequence[str]) -> Decoder:
         recipe, accelerator = self.recipe, self.accelerator
-        first = self._resume()
-        if first < recipe.steps and not agreed(self._has_stopped(first)):
-            self._go_on(first, track)
+        steps_done = self._resume()
+        if steps_done < recipe.steps and not agreed(self._has_stopped(steps_done)):
+            self._take_steps(steps_done, track)
         if accelerator.is_fsdp2:  # this process holds a share of the model only
             last = self.run.checkpoints.latest()
             assert last is not None
@@ -143,51 +147,37 @@ class _Trainer:
         # Without the autocast that mixed precision wraps around forward: what is returned is what is saved.
         return accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
-    def _go_on(self, first: int, track: Sequence[str]) -> None:
+    def _take_steps(self, steps_done: int, track: Sequence[str]) -> None:
+        """Those that are left, until patience ends."""
         recipe, accelerator, writes = self.recipe, self.accelerator, self.accelerator.is_main_process
         if writes:
-            self.run.record_environment(first)
+            self.run.record_environment(steps_done)
         if track:
             accelerator.init_trackers("tra", config=_flat(asdict(recipe)))
-        self.step.model.train()
+        self.update.model.train()
         with (
             _stop_requested() as stop_requested,
-            self.run.log(first, writes) as metrics,
-            progress(f"{recipe.name} ({recipe.model.label})", recipe.steps, "step", first) as update,
+            self.run.log(steps_done, writes) as metrics,
+            progress(f"{recipe.name} ({recipe.model.label})", recipe.steps, "step", steps_done) as show,
         ):
-            seconds, since = 0.0, first
-            for step in range(first, recipe.steps):
-                began = time.monotonic()
-                mine = self._part_of(self.batch_of_step(step))
-                # Every process must stop at the same step, so the wish to stop travels with the count.
-                counts = mine.counted[:, 1:] if self.shards is None else self.shards.shard(mine.counted[:, 1:])
-                here = torch.tensor([counts.sum(), stop_requested()], device=accelerator.device)
-                counted, stops = accelerator.reduce(here, "sum").tolist()
-                if stops:
-                    self._save(step)
-                    raise Interrupted(
-                        f"stopped after {step} of {recipe.steps} steps"
-                        + (" and saved a checkpoint" if step > 0 else ", before the first was done")
-                    )
-                loss, norm = self._step(step, mine, counted)
-                done = step + 1
-                seconds += time.monotonic() - began
+            speed = _Speed(steps_done)
+            for index in range(steps_done, recipe.steps):
+                with speed.timed():
+                    batch = self._part_of(self.batch_of_step(index))
+                    loss, norm = self._step(index, batch, self._count(index, batch, stop_requested()))
+                done = index + 1
                 last = done == recipe.steps
                 validates = recipe.validate_every is not None and (last or done % recipe.validate_every == 0)
-                best = stopped = False
                 if validates or last or done % recipe.log_every == 0:
-                    entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": self.step.rate}
+                    entry = {"step": done, "loss": loss, "gradient_norm": norm, "learning_rate": self.update.rate}
                     if validates:
                         entry |= self._validate(done)
-                    tokens = (done - since) * recipe.batch * mine.tokens.shape[1]
-                    entry["tokens_per_second"] = tokens / max(seconds, 1e-9)
+                    entry["tokens_per_second"] = speed.restart(done) * recipe.batch * batch.tokens.shape[1]
                     metrics.write(entry)
                     accelerator.log(entry, step=done)
-                    seconds, since = 0.0, done
-                if validates:
-                    best = agreed(writes and self.run.watched().best == done)
-                    stopped = agreed(writes and self._has_stopped(done))
-                update(done, loss=loss)
+                best = validates and agreed(writes and self.run.watched().best == done)
+                stopped = validates and agreed(writes and self._has_stopped(done))
+                show(done, loss=loss)
                 if best or stopped or last or done == recipe.stable_steps or done % recipe.checkpoint_every == 0:
                     self._save(done)
                 if stopped:
@@ -196,6 +186,20 @@ class _Trainer:
                         f"{recipe.patience} validations"
                     )
                     return
+
+    def _count(self, steps_done: int, batch: Batch, stop: bool) -> int:
+        """How many tokens of all processes count; with a checkpoint and :class:`Interrupted` where one wants to stop:
+        every process must stop at the same step, so the wish travels with the count."""
+        counted = batch.counted[:, 1:] if self.shards is None else self.shards.shard(batch.counted[:, 1:])
+        here = torch.tensor([counted.sum(), stop], device=self.accelerator.device)
+        count, stops = self.accelerator.reduce(here, "sum").tolist()
+        if stops:
+            self._save(steps_done)
+            raise Interrupted(
+                f"stopped after {steps_done} of {self.recipe.steps} steps"
+                + (" and saved a checkpoint" if steps_done > 0 else ", before the first was done")
+            )
+        return count
 
     def _validate(self, done: int) -> dict[str, float]:
         """Every measure of the validation sets, of a copy of the model: what mixed precision and sharding wrap around
@@ -214,26 +218,28 @@ class _Trainer:
         """Whether patience has ended with a step."""
         return self.recipe.patience is not None and self.run.watched(done).stopped is not None
 
-    def _step(self, step: int, mine: Batch, counted: int) -> tuple[float, float]:
+    def _step(self, index: int, batch: Batch, counted: int) -> tuple[float, float]:
         """One update; returns the loss over the whole batch and the norm of its gradient."""
-        self.step.rate = learning_rate(self.recipe, step)
+        self.update.rate = learning_rate(self.recipe, index)
         # Dropout depends on the step alone, not on what was drawn before it: nothing to save, nothing to restore.
-        torch.manual_seed(seed_of("dropout", self.recipe.seed, step, self.accelerator.process_index))
-        loss, norm = self.step(mine, counted)
+        torch.manual_seed(seed_of("dropout", self.recipe.seed, index, self.accelerator.process_index))
+        loss, norm = self.update(batch, counted)
         for name, number in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(number):
                 raise DivergenceError(
-                    f"the {name} is {number} at step {step + 1}; {self.run.checkpoints.describe_last()}. "
-                    f"A lower learning rate (now {self.step.rate:.3g}) may help"
+                    f"the {name} is {number} at step {index + 1}; {self.run.checkpoints.describe_last()}. "
+                    f"A lower learning rate (now {self.update.rate:.3g}) may help"
                 )
         return loss, norm
 
     def _part_of(self, batch: Batch) -> Batch:
-        size = len(batch) // (self.accelerator.num_processes // self.sharing)
-        first = self.accelerator.process_index // self.sharing * size
-        return batch[first : first + size].to(self.accelerator.device)
+        """The rows of this process."""
+        size = len(batch) // (self.accelerator.num_processes // self.context_parallel)
+        begin = self.accelerator.process_index // self.context_parallel * size
+        return batch[begin : begin + size].to(self.accelerator.device)
 
     def _resume(self) -> int:
+        """The steps that the last checkpoint holds."""
         checkpoints = self.run.checkpoints
         if self.accelerator.is_main_process:
             checkpoints.remove_partial()
@@ -243,26 +249,44 @@ class _Trainer:
             if self.recipe.init_from is not None:  # from here on the run needs nothing but itself
                 self._save(0)
             return 0
-        checkpoint.restore(found, self.model, self.step.optimizer.optimizer)
+        checkpoint.restore(found, self.model, self.update.optimizer.optimizer)
         say(
             f"going on from {found.path}" if found.step < self.recipe.steps else f"{self.run.folder} is trained already"
         )
-        self.saved = found.step
+        self.steps_saved = found.step
         return found.step
 
-    def _save(self, step: int) -> None:
-        if step > self.saved or step == 0:
-            if step == 0:  # to ask for the moments would make some
+    def _save(self, steps_done: int) -> None:
+        if steps_done > self.steps_saved or steps_done == 0:
+            if steps_done == 0:  # to ask for the moments would make some
                 parts: dict[str, Any] = {"model": checkpoint.weights_of(self.model), "optimizer": {}}
             else:
-                parts = checkpoint.gathered(self.model, self.step.optimizer.optimizer)
+                parts = checkpoint.gathered(self.model, self.update.optimizer.optimizer)
             if self.accelerator.is_main_process:
                 best = self.run.watched().best if self.validation else None
                 # A longer run goes on from where this one's learning rate begins to fall.
                 besides = [kept for kept in (best, self.recipe.stable_steps) if kept]
-                self.run.checkpoints.save(step, parts, self.recipe.keep_checkpoints, besides)
-        self.saved = step
+                self.run.checkpoints.save(steps_done, parts, self.recipe.keep_checkpoints, besides)
+        self.steps_saved = steps_done
         self.accelerator.wait_for_everyone()
+
+
+class _Speed:
+    """Steps a second since the last entry of the log, without what is measured in between."""
+
+    def __init__(self, steps_done: int) -> None:
+        self.seconds, self.since = 0.0, steps_done
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - began
+
+    def restart(self, steps_done: int) -> float:
+        speed = (steps_done - self.since) / max(self.seconds, 1e-9)
+        self.seconds, self.since = 0.0, steps_done
+        return speed
 
 
 def _flat(nested: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The operator as a citizen of PyTorch: gradients, opcheck, compile, autocast, transforms; what it does not support."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +22,16 @@ from tests.ops.inputs import random_inputs
 from tra.attention import ThresholdRelativeAttention
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative import cpu
+from tra.ops.threshold_relative.call import Inputs, Options
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 from tra.ops.threshold_relative.op import operators, python_operators
+
+
+def test_the_kernel_takes_the_arguments_in_the_order_of_the_call() -> None:
+    """A schema and TORCH_BOX see types alone: two tensors in another order would not be noticed."""
+    source = (Path(cpu.__file__).parent / "op.cpp").read_text()
+    macro = source.split("#define TRA_ARGUMENTS(AS)")[1].split("#define")[0]
+    assert tuple(re.findall(r"AS\([^,]+, (\w+)\)", macro)) == Inputs._fields + Options._fields
 
 
 def with_gradients(inputs: tuple[Tensor, ...]) -> list[Tensor]:

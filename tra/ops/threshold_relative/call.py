@@ -43,6 +43,13 @@ class Options(NamedTuple):
     """A bound on the absolute kept scores, or None if the caller knows none."""
 
 
+def refuse_positive_gates(log_gate: Tensor) -> None:
+    """The native kernel does this itself. Not for `api`: tracing and transforms have no data to read there."""
+    if bool((log_gate > 0).any()):
+        largest = log_gate.nan_to_num(-1.0).max().item()
+        raise ValueError(f"log_gate must never be positive, got a maximum of {largest:g}")
+
+
 def broken_bound(inputs: Inputs, options: Options) -> ValueError:
     """What an implementation raises when it finds that the caller's bound does not hold."""
     bound = repr(options.score_bound) if inputs.row_bound is None else "a tensor"

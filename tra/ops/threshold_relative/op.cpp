@@ -97,21 +97,32 @@ void check(const char* name, const Maybe& tensor, std::initializer_list<int64_t>
     if (tensor) check(name, *tensor, sizes);
 }
 
+// The arguments of every operator, in the order of call.py's Inputs and Options: here, in declarations and in calls.
+#define TRA_ARGUMENTS(AS)                                                                                   \
+    AS(const Tensor&, query), AS(const Tensor&, key), AS(const Tensor&, value), AS(const Tensor&, log_gate), \
+    AS(const Maybe&, key_mask), AS(const Maybe&, segment_ids), AS(const Maybe&, dropout_seed),               \
+    AS(const Maybe&, row_threshold), AS(const Maybe&, row_bound), AS(const Maybe&, key_lengths),             \
+    AS(double, scale), AS(double, threshold), AS(double, straight_through), AS(double, dropout),             \
+    AS(double, tolerance), AS(std::optional<double>, score_bound)
+#define TRA_DECLARED(type, name) type name
+#define TRA_PASSED(type, name) name
+// Where a piece of a sequence lies.
+#define TRA_PLACE(AS)                                                                                      \
+    AS(const Maybe&, row_segments), AS(const Maybe&, row_starts), AS(const Maybe&, valid_keys),             \
+    AS(int64_t, first_query), AS(int64_t, all_queries), AS(int64_t, first_key), AS(int64_t, all_keys)
+
 // A call as the kernel reads it, and the tensors that it was converted from, which must outlive it.
 struct Call {
     TraProblem problem = {};
     TraPiece piece = {};
     Tensor gate;
-    Maybe threshold, bound;
+    Maybe thresholds, bounds;  // of rows
     std::vector<int32_t> segments;
     std::vector<int64_t> lengths;  // of each sequence, if they differ
 
-    Call(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
-         const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
-         const Maybe& key_lengths, double scale, double threshold_of_all, double straight_through, double dropout, double tolerance,
-         std::optional<double> score_bound)
-        : gate(as_type(log_gate, ScalarType::Float)), threshold(as_type(row_threshold, ScalarType::Float)),
-          bound(as_type(row_bound, ScalarType::Double)) {
+    explicit Call(TRA_ARGUMENTS(TRA_DECLARED))
+        : gate(as_type(log_gate, ScalarType::Float)), thresholds(as_type(row_threshold, ScalarType::Float)),
+          bounds(as_type(row_bound, ScalarType::Double)) {
         // api.py has checked all this, but graphs that were traced or stored do not pass there.
         const ScalarType type = query.scalar_type();
         const bool known = type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
@@ -141,8 +152,8 @@ struct Call {
         p.key = view(key);
         p.value = view(value);
         p.log_gate = view(gate);
-        p.row_threshold = view(threshold);
-        p.row_bound = view(bound);
+        p.row_threshold = view(thresholds);
+        p.row_bound = view(bounds);
         if (key_mask) {
             p.key_mask = static_cast<const uint8_t*>(key_mask->data_ptr());
             p.key_mask_stride[0] = key_mask->stride(0);
@@ -164,7 +175,7 @@ struct Call {
         p.score_bound = score_bound.value_or(-1);
         p.seed = dropout_seed ? uint64_t(*static_cast<const int64_t*>(dropout_seed->data_ptr())) : 0;
         p.scale = float(scale);
-        p.threshold = float(threshold_of_all);
+        p.threshold = float(threshold);
         p.straight_through = float(straight_through);
         p.type = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
         p.threads = int32_t(torch::stable::get_num_threads());
@@ -172,8 +183,7 @@ struct Call {
     }
 
     // The keys are a piece of a sequence of `all_keys`.
-    void take_piece(const Tensor& state, const Maybe& row_segments, const Maybe& row_starts, const Maybe& valid_keys,
-                    int64_t first_query, int64_t all_queries, int64_t first_key, int64_t all_keys) {
+    void take_piece(const Tensor& state, TRA_PLACE(TRA_DECLARED)) {
         TraProblem& p = problem;
         if (!lengths.empty()) throw std::runtime_error("key_lengths must not be given with pieces of a sequence");
         if (state.size(3) != state_size(p.grad_output.data)) throw std::runtime_error("state must have another size");
@@ -265,7 +275,7 @@ struct Call {
             case kTraDone: return;
             case kTraBoundBroken:
                 throw std::runtime_error("score_bound must bound the absolute scores of all kept keys, got " +
-                                         (bound ? "a tensor" : shortest(problem.score_bound)) + " and a larger score");
+                                         (bounds ? "a tensor" : shortest(problem.score_bound)) + " and a larger score");
             case kTraNotInPieces:
                 throw std::runtime_error("score_bound must be finite and values must not overflow when they are summed, "
                                          "or rows cannot be walked in pieces");
@@ -291,13 +301,8 @@ struct Call {
     }
 };
 
-std::tuple<Tensor, Tensor, Tensor> forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
-    const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
-    const Maybe& key_lengths, double scale, double threshold, double straight_through, double dropout, double tolerance,
-    std::optional<double> score_bound, bool training) {
-    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
-              scale, threshold, straight_through, dropout, tolerance, score_bound);
+std::tuple<Tensor, Tensor, Tensor> forward(TRA_ARGUMENTS(TRA_DECLARED), bool training) {
+    Call call(TRA_ARGUMENTS(TRA_PASSED));
     call.check_gate();
     TraProblem& p = call.problem;
     Tensor out = new_tensor({p.batch, p.query_heads, p.query_length, p.value_width}, query.scalar_type());
@@ -313,12 +318,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_out, const Tensor& out, const Tensor& row_state, const Tensor& residual, bool wants_query,
-    bool wants_key, bool wants_value, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& log_gate, const Maybe& key_mask, const Maybe& segment_ids, const Maybe& dropout_seed,
-    const Maybe& row_threshold, const Maybe& row_bound, const Maybe& key_lengths, double scale, double threshold,
-    double straight_through, double dropout, double tolerance, std::optional<double> score_bound) {
-    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
-              scale, threshold, straight_through, dropout, tolerance, score_bound);
+    bool wants_key, bool wants_value, TRA_ARGUMENTS(TRA_DECLARED)) {
+    Call call(TRA_ARGUMENTS(TRA_PASSED));
     if (grad_out.scalar_type() != query.scalar_type() || out.scalar_type() != query.scalar_type())
         throw std::runtime_error("grad_out and out must have the dtype of query");
     TraProblem& p = call.problem;
@@ -341,24 +342,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor grad_value = wanted(wants_value, value, p.grad_value);
     Tensor grad_gate = wanted(true, call.gate, p.grad_log_gate);
     const bool passes = row_threshold && straight_through > 0;
-    Tensor grad_threshold = wanted(passes, passes ? *call.threshold : call.gate, p.grad_threshold);
+    Tensor grad_threshold = wanted(passes, passes ? *call.thresholds : call.gate, p.grad_threshold);
     call.run(TRA_ENTRY(backward));
     if (passes) grad_threshold = as_type(grad_threshold, row_threshold->scalar_type());
     return {grad_query, grad_key, grad_value, as_type(grad_gate, log_gate.scalar_type()), grad_threshold};
 }
 
 // One piece of forward: rows that end in it are written to `out`, `row_state` and `residual`.
-void forward_piece(
-    const Tensor& state, const Tensor& out, const Tensor& row_state, const Tensor& residual, const Maybe& row_segments,
-    const Maybe& row_starts, const Maybe& valid_keys, int64_t first_query, int64_t all_queries, int64_t first_key,
-    int64_t all_keys, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate, const Maybe& key_mask,
-    const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold, const Maybe& row_bound,
-    const Maybe& key_lengths, double scale, double threshold, double straight_through, double dropout, double tolerance,
-    std::optional<double> score_bound) {
-    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
-              scale, threshold, straight_through, dropout, tolerance, score_bound);
+void forward_piece(const Tensor& state, const Tensor& out, const Tensor& row_state, const Tensor& residual,
+                   TRA_PLACE(TRA_DECLARED), TRA_ARGUMENTS(TRA_DECLARED)) {
+    Call call(TRA_ARGUMENTS(TRA_PASSED));
     call.check_gate();
-    call.take_piece(state, row_segments, row_starts, valid_keys, first_query, all_queries, first_key, all_keys);
+    call.take_piece(state, TRA_PLACE(TRA_PASSED));
     TraProblem& p = call.problem;
     p.output = view(out);
     p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
@@ -370,19 +365,14 @@ void forward_piece(
 std::tuple<Tensor, Tensor> backward_piece(
     const Tensor& state, const Tensor& grad_query, const Tensor& grad_gate, const Maybe& grad_threshold,
     const Tensor& center, const Tensor& grad_out, const Tensor& out, const Tensor& row_state, const Tensor& residual,
-    const Maybe& row_segments, const Maybe& row_starts, const Maybe& valid_keys, int64_t first_query,
-    int64_t all_queries, int64_t first_key, int64_t all_keys, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_gate,
-    const Maybe& key_mask, const Maybe& segment_ids, const Maybe& dropout_seed, const Maybe& row_threshold,
-    const Maybe& row_bound, const Maybe& key_lengths, double scale, double threshold, double straight_through,
-    double dropout, double tolerance, std::optional<double> score_bound) {
-    Call call(query, key, value, log_gate, key_mask, segment_ids, dropout_seed, row_threshold, row_bound, key_lengths,
-              scale, threshold, straight_through, dropout, tolerance, score_bound);
+    TRA_PLACE(TRA_DECLARED), TRA_ARGUMENTS(TRA_DECLARED)) {
+    Call call(TRA_ARGUMENTS(TRA_PASSED));
     TraProblem& p = call.problem;
     p.output = view(out);
     p.grad_output = view(grad_out);
     p.row_state = static_cast<TraRowState*>(row_state.data_ptr());
     if (residual.dim() == 4) p.residual = view(residual);
-    call.take_piece(state, row_segments, row_starts, valid_keys, first_query, all_queries, first_key, all_keys);
+    call.take_piece(state, TRA_PLACE(TRA_PASSED));
     call.piece.center = static_cast<const float*>(center.data_ptr());
     p.grad_query = view(grad_query);
     p.grad_log_gate = view(grad_gate);

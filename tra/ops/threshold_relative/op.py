@@ -13,7 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.compiler import is_compiling
 
 from tra.ops.threshold_relative import cpu, reference
-from tra.ops.threshold_relative.call import Inputs, Options, Result
+from tra.ops.threshold_relative.call import Inputs, Options, Result, refuse_positive_gates
 from tra.ops.threshold_relative.implementations import IMPLEMENTATIONS
 from tra.ops.threshold_relative.registration import (
     DOUBLE_BACKWARD,
@@ -152,13 +152,10 @@ def _register(impl: str) -> Operators:
         inputs, options, (training,) = unflatten(arguments)
         if not torch.is_inference_mode_enabled():
             _refuse_tangents(inputs)  # of a stored graph, which does not pass `attend`
-        log_gate = inputs.log_gate
-        # Here, not in `api`, because tracing and transforms have no data to read before this. Free on a CPU only.
-        if log_gate.is_cpu and bool((log_gate > 0).any()):
-            largest = log_gate.nan_to_num(-1.0).max().item()
-            raise ValueError(f"log_gate must never be positive, got a maximum of {largest:g}")
-        if log_gate.is_cpu and inputs.key_lengths is not None:
-            _check_lengths(inputs)
+        if inputs.log_gate.is_cpu:  # other devices would have to wait for the answer
+            refuse_positive_gates(inputs.log_gate)
+            if inputs.key_lengths is not None:
+                _check_lengths(inputs)
         # Autocast would otherwise lower the products inside the implementation.
         with torch.autocast(inputs.query.device.type, enabled=False):
             out, row_state, residual = implementation().forward(inputs, options, training)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tra.ops.threshold_relative import cpu
 from tra.ops.threshold_relative import reference_pieces as reference
-from tra.ops.threshold_relative.call import Inputs, Options, Result
+from tra.ops.threshold_relative.call import Inputs, Options, Result, refuse_positive_gates
 from tra.ops.visibility import check_masks
 
 
@@ -268,12 +268,11 @@ class Walk:
         self._row_state = query.new_zeros(*query.shape[:3], 2, dtype=wide)
         keeps_residual = training and self.impl == "cpu" and query.dtype in cpu.RESIDUAL
         self._residual = query.new_zeros(shape if keeps_residual else (0,), dtype=torch.bfloat16)
-        if self.impl == "reference" and bool((rows.inputs.log_gate > 0).any()):
-            raise ValueError(f"log_gate must never be positive, got a maximum of {rows.inputs.log_gate.max().item():g}")
         if self.impl == "cpu":
             self._state = query.new_zeros(*query.shape[:3], 6 + 2 * value.shape[3], dtype=wide)
             self._state[..., 2] = -torch.inf
         else:
+            refuse_positive_gates(rows.inputs.log_gate)
             self._reference = reference.RowSums.at_start(rows.inputs)
 
     def visit(self, piece: Piece) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 from tra.ops.threshold_relative.call import Inputs, Options
 
 TENSORS = len(Inputs._fields)
-ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor log_gate, "
-    "Tensor? key_mask, Tensor? segment_ids, Tensor? dropout_seed, Tensor? row_threshold, Tensor? row_bound, "
-    "Tensor? key_lengths, "
-    "float scale, float threshold, float straight_through, float dropout, float tolerance, float? score_bound"
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?"}
+ARGUMENTS = ", ".join(
+    f"{SCHEMA_TYPES[annotation]} {name}"
+    for structure in (Inputs, Options)
+    for name, annotation in structure.__annotations__.items()
 )
 """Inputs and Options one after the other: a schema knows no structures. Nor does it know absent results: a tensor of
 shape [0] takes their place."""
