@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -17,7 +17,34 @@ PACKAGES = ("accelerate", "numpy", "safetensors", "tokenizers", "transformers", 
 """Whose versions may matter to what a run computes, besides torch's."""
 
 
-def environment() -> dict[str, Any]:
+class Commit(TypedDict):
+    hash: str
+    dirty: bool
+
+
+class Environment(TypedDict):
+    tra: str
+    torch: str
+    python: str
+    system: str
+    processor: str
+    cores: int | None
+    threads: int
+    accelerators: list[str]
+
+
+class RunEnvironment(Environment):
+    kernel: str | None
+    packages: dict[str, str]
+    plugins: dict[str, str]
+    commit: Commit | None
+    working_folder: dict[str, Commit | None]
+    command: str
+    host: str
+    processes: int
+
+
+def environment() -> Environment:
     """The machine and the versions behind a figure."""
     return {
         "tra": __version__,
@@ -31,7 +58,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def environment_of_run(plugins: dict[str, str]) -> dict[str, Any]:
+def environment_of_run(plugins: dict[str, str]) -> RunEnvironment:
     """As above, and all else that somebody who repeats a run may ask for: packages, the code's commit, the command.
 
     ``plugins`` are the modules that the run needs, with their versions.
@@ -59,7 +86,7 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _commit(folder: Path) -> dict[str, Any] | None:
+def _commit(folder: Path) -> Commit | None:
     """The commit of the work tree that holds a folder and whether it has changes; None where there is no work tree."""
 
     def git(*arguments: str) -> str:

@@ -256,7 +256,7 @@ class Decoder(nn.Module):
         caches = self.new_cache() if cache is None else cache
         return caches, load_cache(path, caches, self._known_by(tokenizer), self.embedding.weight.device)
 
-    def _known_by(self, tokenizer: str | None) -> dict[str, Any]:
+    def _known_by(self, tokenizer: str | None) -> dict[str, str | None]:
         """What tells the caches of this model from others'."""
         weights = hashlib.sha256()
         for name, tensor in self.state_dict().items():

@@ -2,9 +2,8 @@
 
 import json
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +91,7 @@ class FileCache(Cache):
         raise ValueError("a cache in a file cannot be moved to another device")
 
 
-def save_cache(path: Path | str, caches: Sequence[Cache], about: dict[str, Any], tokens: Tensor | None = None) -> None:
+def save_cache(path: Path | str, caches: Sequence[Cache], about: Mapping[str, str | None], tokens: Tensor | None = None) -> None:
     """Write what the layers of a model remember, as far as it is used, whole or not at all.
 
     Args:
@@ -118,7 +117,7 @@ def save_cache(path: Path | str, caches: Sequence[Cache], about: dict[str, Any],
 
 
 def load_cache(
-    path: Path | str, caches: Sequence[Cache], about: dict[str, Any], device: torch.device | str = "cpu"
+    path: Path | str, caches: Sequence[Cache], about: Mapping[str, str | None], device: torch.device | str = "cpu"
 ) -> Tensor | None:
     """Fill empty caches with what :func:`save_cache` wrote, and return the tokens that were read.
 

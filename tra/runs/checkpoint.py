@@ -175,12 +175,15 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def weights_of(model: nn.Module, everywhere: bool = False) -> dict[str, Any]:
+def weights_of(model: nn.Module, everywhere: bool = False) -> dict[str, Tensor]:
     """The weights of a model, whole, however it is divided among processes. Every process must call this; only the
     first is given the tensors, on the CPU, unless they are wanted everywhere."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=not everywhere))
+    weights: Any = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
+    )
+    return weights
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:

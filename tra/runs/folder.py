@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -420,7 +420,7 @@ class Log:
             # Unbuffered: after a failed write nothing is left that closing would try to write again.
             self.file = open(path, "ab", buffering=0)
 
-    def write(self, entry: dict[str, Any]) -> None:
+    def write(self, entry: Mapping[str, float]) -> None:
         if not self.active:
             return
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from tra.errors import DivergenceError, Interrupted
 from tra.model import Decoder
@@ -259,7 +260,7 @@ class _Trainer:
     def _save(self, steps_done: int) -> None:
         if steps_done > self.steps_saved or steps_done == 0:
             if steps_done == 0:  # to ask for the moments would make some
-                parts: dict[str, Any] = {"model": checkpoint.weights_of(self.model), "optimizer": {}}
+                parts: dict[str, dict[str, Tensor]] = {"model": checkpoint.weights_of(self.model), "optimizer": {}}
             else:
                 parts = checkpoint.gathered(self.model, self.update.optimizer.optimizer)
             if self.accelerator.is_main_process:
