@@ -91,7 +91,9 @@ class FileCache(Cache):
         raise ValueError("a cache in a file cannot be moved to another device")
 
 
-def save_cache(path: Path | str, caches: Sequence[Cache], about: Mapping[str, str | None], tokens: Tensor | None = None) -> None:
+def save_cache(
+    path: Path | str, caches: Sequence[Cache], about: Mapping[str, str | None], tokens: Tensor | None = None
+) -> None:
     """Write what the layers of a model remember, as far as it is used, whole or not at all.
 
     Args:
