@@ -11,7 +11,7 @@ SHOWN = {
     "selective": ("selective attention", "#6b7a8f"),
     "fot": ("FoT (forgetting)", "#3f7cac"),
     "stick-breaking": ("stick-breaking", "#95b46a"),
-    "rope": ("RoPE", "#555555"),
+    "rope theta=500000": ("RoPE", "#555555"),
 }
 """Rows of the table, what they are called here, and their colours."""
 SET = "sparse"

@@ -112,9 +112,9 @@ def test_the_command_prints_the_plan_trains_nothing_and_writes_nothing(
 def test_the_paper_can_be_planned(tmp_path: Path) -> None:
     table = TABLE1.plan(Request(tmp_path / "out", "paper", attention=("tra",)))
     columns = list(TABLE1.scales["paper"])
-    # Six choices for a fifth of the steps and two for two fifths, then four seeds.
+    # Six choices for a fifth of the steps and two for two fifths with two seeds, then four seeds.
     assert [row[0] for row in table.rows] == [*(f"{column} (tuning)" for column in columns), *columns, "all"]
-    assert [row[2] for row in table.rows] == ["8"] * 6 + ["4"] * 6 + ["72"]
+    assert [row[2] for row in table.rows] == ["10"] * 6 + ["4"] * 6 + ["84"]
     assert table.rows[6][4] == f"{20_000 * 64 * 512:,}"
     table = FIGURE2.plan(Request(tmp_path / "out", "paper"))
     reported = [row for row in table.rows if "tuning" not in row[0]][:-1]

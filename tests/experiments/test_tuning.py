@@ -21,8 +21,8 @@ from tra.experiments.tuning import (
     Evidence,
     Losses,
     Round,
-    best_choice,
-    chosen_settings,
+    Tried,
+    choose,
     edges_of,
     tuning_losses,
     tuning_table,
@@ -76,8 +76,8 @@ def test_the_lowest_loss_within_the_training_length_is_chosen_whatever_lies_past
             ("flip_flop", "tra", 2e-2, 101): (0.6, 0.1),
         },
     )
-    losses = tuning_losses(found)
-    assert losses["flip_flop", "tra"] == pytest.approx({"learning_rate=0.001": 0.6, "learning_rate=0.02": 0.65})
+    losses = {one.label: one.loss for one in tuning_losses(found)[Place("flip_flop", "tra")]}
+    assert losses == pytest.approx({"learning_rate=0.001": 0.6, "learning_rate=0.02": 0.65})
     assert chosen(experiment, found) == {("flip_flop", "tra"): {"learning_rate": 1e-3}}
 
 
@@ -167,7 +167,9 @@ def test_a_column_that_is_only_measured_past_its_training_length_cannot_be_tuned
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
-    assert best_choice({"x": math.nan, "y": 3.0, "z": math.inf}) == "y"
+    tried = [Tried({"clip": float(place)}, [loss]) for place, loss in enumerate((math.nan, 3.0, math.inf))]
+    assert choose(RATES, tried) == ({"clip": 1.0}, None)
+    assert choose(RATES, tried[::2]) == (None, None)
 
 
 @pytest.mark.parametrize("tolerance, rate, norm", [(0.0, 4e-3, True), (1e-3, 2e-3, False), (0.1, 1e-3, True)])
@@ -177,11 +179,29 @@ def test_of_losses_that_differ_by_nothing_the_lowest_rate_is_taken(tolerance: fl
         {"learning_rate": (1e-3, 2e-3), "qk_norm": (True, False)}, extended="learning_rate", tolerance=tolerance
     )
     losses = {(1e-3, True): 0.05, (1e-3, False): math.nan, (2e-3, True): 3e-4, (2e-3, False): 2e-4, (4e-3, True): 1e-5}
-    choices = {str(key): {"learning_rate": key[0], "qk_norm": key[1]} for key in losses}
-    found = {str(key): loss for key, loss in losses.items()}
-    assert chosen_settings(tuning, choices, found) == {"learning_rate": rate, "qk_norm": norm}
-    (table,) = tuning_tables(tuning, {Place("a", "tra"): Evidence("a", [1000], [Round(1.0, found)], None)})
+    tried = [Tried({"learning_rate": key[0], "qk_norm": key[1]}, [loss]) for key, loss in losses.items()]
+    assert choose(tuning, tried) == ({"learning_rate": rate, "qk_norm": norm}, None)
+    (table,) = tuning_tables(tuning, {Place("a", "tra"): Evidence("a", [1000], [Round(1.0, tried)], None)})
     assert table.note.endswith(f"losses at most {tolerance:g} above it.") == (tolerance > 0)
+
+
+@pytest.mark.parametrize(
+    "first, other, both",
+    [
+        ([0.10, 0.10], [0.30, 0.30], False),
+        ([0.10, 0.14], [0.15, 0.17], True),  # 0.04 apart, as one's seeds are
+        ([0.10, 0.13], [0.15, 0.17], False),
+        ([0.10, 0.10], [0.11, 0.40], True),  # the worse one's seeds differ most
+        ([0.10, 0.10], [0.10, math.inf], False),  # one that diverges is told apart
+        ([0.10], [0.10], False),  # of one seed nothing is known
+    ],
+)
+def test_a_second_choice_is_one_that_differs_by_less_than_seeds_do(
+    first: list[float], other: list[float], both: bool
+) -> None:
+    taken, second = choose(RATES, [Tried({"clip": 2.0}, other), Tried({"clip": 1.0}, first)])
+    assert taken == ({"clip": 1.0} if len(first) > 1 else {"clip": 2.0})
+    assert second == ({"clip": 2.0} if both else None)
 
 
 def test_the_table_of_tuning_has_the_lowest_loss_of_each_row_bold() -> None:
@@ -213,12 +233,13 @@ def test_the_evidence_is_stored_with_the_losses_of_the_runs_that_were_tried(tune
     (name, evidence), *others = content["tuning"].items()
     assert (name, others) == ("flip_flop tra", [])
     assert (evidence["column"], evidence["seeds"]) == ("flip_flop", [1000])
-    ((share, losses),) = (round.values() for round in evidence["rounds"])
+    ((share, entries),) = (round.values() for round in evidence["rounds"])
     assert share == 1.0
+    losses = {f"learning_rate={one['settings']['learning_rate']:g}": one["losses"] for one in entries}
     for rate in ("0.001", "0.02"):
         tried = tuned.folder / "tuning" / "flip_flop" / "tra" / f"learning_rate={rate}" / "1000"
         (within,) = (row["loss"] for row in content_of(tried)["results"] if row["length"] == 8)
-        assert losses[f"learning_rate={rate}"] == pytest.approx(within)
+        assert losses[f"learning_rate={rate}"] == [within]
     assert f"learning_rate={evidence['chosen']['learning_rate']:g}" == min(losses, key=losses.__getitem__)
 
 
@@ -238,8 +259,9 @@ def test_tables_mark_what_was_not_tuned_and_end_with_the_losses(tuned: Outcome) 
     assert "| rope† |" in tuned.shown
     assert "| tra |" in tuned.shown
     assert " †: not tuned. " in tuned.shown
-    (part,) = content_of(tuned.folder)["tuning"]["flip_flop tra"]["rounds"]
-    assert tuned.shown.endswith(tuning_table({Place("flip_flop", "tra"): part["losses"]}).markdown())
+    (part,) = Evidence.from_dict(content_of(tuned.folder)["tuning"]["flip_flop tra"]).rounds
+    table = tuning_table({Place("flip_flop", "tra"): list(part.tried)}).markdown()
+    assert tuned.shown.splitlines()[-1] == table.splitlines()[-1]
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -294,7 +316,7 @@ def test_a_choice_that_diverges_loses_and_stops_nothing(tmp_path: Path) -> None:
     outcome = experiment.perform(Request(tmp_path, "smoke"))
     assert {cell.recipe.learning_rate for cell in outcome.cells} == {1e-3}
     (evidence,) = content_of(tmp_path)["tuning"].values()
-    assert evidence["rounds"][0]["losses"]["learning_rate=1e+30"] == math.inf
+    assert {"settings": {"learning_rate": 1e30}, "losses": [math.inf]} in evidence["rounds"][0]["tried"]
     tries = {path.parent.parent.name: load_run(path.parent) for path in tmp_path.glob("tuning/*/*/*/*/recipe.json")}
     assert tries["learning_rate=1e+30"].diverged
     assert not tries["learning_rate=0.001"].diverged
@@ -316,7 +338,7 @@ def searched(loss_of: Any, tuning: Tuning = HALVING) -> tuple[Search, list[list[
         losses: Losses = {}
         for cell in cells:
             found = loss_of(cell.row, cell.recipe.learning_rate, cell.choice["model.attention_options.qk_norm"])
-            losses.setdefault(cell.place, {})[cell.choice_label] = found
+            losses.setdefault(cell.place, []).append(Tried(cell.choice, [found]))
         search.tell(losses)
     return search, asked
 
@@ -346,7 +368,7 @@ def test_each_round_keeps_the_best_of_the_last_and_the_last_decides() -> None:
     }
     assert len({cell.folder for cells in asked for cell in cells}) == 19
     rounds = evidence[Place("flip_flop", "rope")].rounds
-    assert [(len(one.losses), one.share_of_steps) for one in rounds] == [(7, 0.25), (2, 0.5), (1, 1.0)]
+    assert [(len(one.tried), one.share_of_steps) for one in rounds] == [(7, 0.25), (2, 0.5), (1, 1.0)]
 
 
 def test_the_grid_goes_on_past_its_ends_but_not_for_ever() -> None:
@@ -362,7 +384,7 @@ def test_a_run_past_the_end_of_the_grid_that_comes_to_nothing_is_given_once() ->
     experiment = of_flip_flop(rows=("tra",), tuning=HALVING)
     search = Search(grid_of(experiment))
     place = Place("flip_flop", "tra")
-    search.tell({place: {cell.choice_label: cell.recipe.learning_rate for cell in search.next()}})
+    search.tell({place: [Tried(cell.choice, [cell.recipe.learning_rate]) for cell in search.next()]})
     (beyond,) = search.next()
     assert beyond.choice["learning_rate"] == 5e-4
     search.tell({})
@@ -410,8 +432,101 @@ def test_rounds_and_extensions_that_mean_nothing_are_refused(changes: dict[str, 
 
 
 def test_a_choice_at_the_edge_of_what_was_tried_is_told_from_one_within() -> None:
-    losses = {f"learning_rate={rate:g} qk_norm={norm}": 1.0 for rate in (1e-3, 2e-3, 4e-3) for norm in (True, False)}
+    tried = [
+        Tried({"learning_rate": rate, "model.attention_options.qk_norm": norm}, [1.0])
+        for rate in (1e-3, 2e-3, 4e-3)
+        for norm in (True, False)
+    ]
     for rate, edges in ((1e-3, ["learning_rate"]), (2e-3, []), (4e-3, ["learning_rate"])):
         chosen = {"learning_rate": rate, "model.attention_options.qk_norm": True}
-        assert edges_of(Evidence("copy", [1000], [Round(1.0, losses)], chosen)) == edges
-    assert edges_of(Evidence("copy", [1000], [Round(1.0, {"learning_rate=0.001": 1.0})], {"learning_rate": 1e-3})) == []
+        evidence = Evidence("copy", [1000], [Round(1.0, tried)], chosen)
+        assert edges_of(evidence) == edges
+        (table,) = tuning_tables(RATES, {Place("copy", "tra"): evidence})
+        warning = "edge of what was tried, so that a better value may lie beyond: copy tra (learning_rate)"
+        assert (warning in table.note) == bool(edges)
+    assert edges_of(Evidence("copy", [1000], [Round(1.0, tried[:1])], tried[0].settings)) == []
+
+
+TWO_SEEDS = Tuning({"learning_rate": (1e-3, 2e-2)}, seeds=(1000, 1001), rounds=((0.5, None), (1.0, 2)))
+BOTH = of_flip_flop(rows=("tra",), tuning=TWO_SEEDS, seeds=2)
+
+
+LOSSES = {(1e-3, 1000): 2.0, (2e-2, 1000): 1.1, (1e-3, 1001): 1.0, (2e-2, 1001): 2.0}
+"""By rate and seed: the first seed is for one rate, both together are for the other, by less than they differ."""
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses(measured: Mapping[Cell, list[Result]], diverged: Any = ()) -> Losses:
+        return tuning_losses(
+            {
+                cell: [replace(one, loss=LOSSES[cell.recipe.learning_rate, cell.recipe.seed]) for one in results]
+                for cell, results in measured.items()
+            },
+            diverged,
+        )
+
+    monkeypatch.setattr("tra.experiments.perform.tuning_losses", losses)
+
+
+def rates(content: Mapping[str, Any]) -> dict[str, float]:
+    return {record["attention"]: record["learning_rate"] for record in content["results"]}
+
+
+def test_two_settings_that_tuning_cannot_tell_apart_are_both_reported(
+    tmp_path: Path, run_here: list[list[Cell]], undecided: None
+) -> None:
+    outcome = BOTH.perform(Request(tmp_path, "smoke"))
+    assert [len(cells) for cells in run_here] == [2, 4, 4], "the last round has both seeds, the report both choices"
+    assert rates(outcome.content) == {"tra": 1e-3, "tra (second choice)": 2e-2}
+    assert outcome.content["tuning"]["flip_flop tra"]["second"] == {"learning_rate": 2e-2}
+    assert "tra (second choice)" in outcome.shown
+    assert "differ by less than seeds do, and both are reported: flip_flop tra." in outcome.shown
+    assert "second, as good as tuning can tell: learning_rate = 0.02" in (tmp_path / "report.html").read_text()
+    BOTH.perform(Request(tmp_path, "smoke"))
+    assert len(run_here) == 3, "nothing is trained again"
+    joined = BOTH.perform(Request(tmp_path / "other", "smoke", train=False, join=[tmp_path / "results.json"]))
+    assert joined.content["results"] == outcome.content["results"]
+
+
+def test_what_was_tuned_on_one_seed_is_completed_with_the_other(
+    tmp_path: Path, run_here: list[list[Cell]], undecided: None
+) -> None:
+    """Results that are stored already are not trained again: they stand in the row that their settings belong to."""
+    one = replace(BOTH, tuning=replace(TWO_SEEDS, seeds=(1000,)))
+    stored = one.perform(Request(tmp_path / "one", "smoke"))
+    assert rates(stored.content) == {"tra": 2e-2}, "the coin's other side"
+    run_here.clear()
+    found = BOTH.perform(Request(tmp_path / "both", "smoke", join=[tmp_path / "one" / "results.json"]))
+    assert [[cell.recipe.seed for cell in cells] for cells in run_here] == [[1001, 1001], [0, 1]]
+    assert rates(found.content) == {"tra": 1e-3, "tra (second choice)": 2e-2}
+    kept = [record for record in found.content["results"] if record["attention"] == "tra (second choice)"]
+    assert [{**record, "attention": "tra"} for record in kept] == stored.content["results"]
+
+
+def test_evidence_of_earlier_versions_is_read() -> None:
+    """Which stored a loss by each label."""
+    losses = {"learning_rate=0.001 qk_norm=True": 0.5, "learning_rate=0.002 qk_norm=False": 0.25}
+    stored = {
+        "column": "copy",
+        "seeds": [1000],
+        "rounds": [{"share_of_steps": 0.2, "losses": losses}],
+        "chosen": {"learning_rate": 2e-3, "model.attention_options.qk_norm": False},
+    }
+    found = Evidence.from_dict(stored)
+    assert [(one.settings, one.losses) for one in found.rounds[0].tried] == [
+        ({"learning_rate": 1e-3, "model.attention_options.qk_norm": True}, [0.5]),
+        ({"learning_rate": 2e-3, "model.attention_options.qk_norm": False}, [0.25]),
+    ]
+    assert [one.label for one in found.rounds[0].tried] == list(losses)
+    assert Evidence.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_a_row_may_tune_more_than_the_others() -> None:
+    rope = Row("rope", tuned={"model.attention_options.theta": (1e4, 5e5)})
+    cells = grid_of(of_flip_flop(rows=("tra", rope), tuning=RATES)).tuning_cells()
+    assert [cell.choice_label for cell in cells if cell.row == "tra"] == ["learning_rate=0.001", "learning_rate=0.02"]
+    assert {cell.recipe.model.attention_options["theta"] for cell in cells if cell.row == "rope"} == {1e4, 5e5}
+    assert len([cell for cell in cells if cell.row == "rope"]) == 4
+    with pytest.raises(ValueError, match="row 'rope clip=2' must not set what is tuned, got clip"):
+        of_flip_flop(rows=(Row("rope", changes={"clip": 2.0}, tuned={"clip": (1.0, 2.0)}),), tuning=RATES)

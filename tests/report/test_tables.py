@@ -77,7 +77,7 @@ def test_mean_and_sample_deviation_over_seeds_with_every_best_mean_bold() -> Non
 def test_every_table_says_how_many_sequences_each_column_rests_on() -> None:
     records = [
         *matches("copy", "a", "copy", {8: [1.0, 1.0], 16: [0.5, 0.5], 32: [0.5, 0.5]}, examples=1200),
-        *matches("copy", "b", "copy", {8: [1.0], 16: [0.5], 32: [0.0]}, examples=1200),
+        *matches("copy", "b", "copy", {8: [0.9], 16: [0.5], 32: [0.0]}, examples=1200),
     ]
     past, within, column = comparison_tables(records)
     assert list(past.rows[-1]) == ["test sequences", "2,400"], "of both lengths, once for all seeds"
@@ -98,6 +98,25 @@ def test_intervals_stand_beside_mean_and_deviation() -> None:
     assert cell is not None
     assert [float(bound) for bound in cell.groups()] == pytest.approx([0.40, 0.60], abs=0.02)
     assert "One seed; 95% interval over test sequences.\n" in shown(one)
+
+
+def test_token_accuracy_stands_beside_exact_match_where_that_is_the_same_for_everybody() -> None:
+    """0 for both at 32; at 16 one has something; at 8 both are perfect, to two digits."""
+    found = {
+        "a": {8: (1.0, 1.0), 16: (0.5, 0.9), 32: (0.0, 0.75)},
+        "b": {8: (0.998, 0.99), 16: (0.0, 0.5), 32: (0.004, 0.5)},
+    }
+    records = [
+        Record("copy", row, 0, 8, "symbols", ExactMatch("copy", length, 4, None, 0.1, None, exact, tokens))
+        for row, lengths in found.items()
+        for length, (exact, tokens) in lengths.items()
+    ]
+    (table,) = (table for table in comparison_tables(records) if table.title == "copy, token accuracy")
+    assert table.headings == ["attention", "copy 8", "copy 32"]
+    assert table.rows[:2] == [["a", "1.00", "0.75"], ["b", "0.99", "0.50"]]
+    assert table.note.endswith("or 1. One seed.")
+    alone = [record for record in records if record.row == "a"]
+    assert all("token" not in table.title for table in comparison_tables(alone)), "one row is no comparison"
 
 
 def test_nothing_is_bold_where_every_mean_is_zero() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tra.errors import RunError
-from tra.experiments.rows import choice_label, settings_words
+from tra.experiments.rows import SECOND, choice_label, settings_words, without_second
 from tra.recipes import Recipe
 from tra.runs import Run
 from tra.tasks import Result
@@ -18,6 +18,11 @@ class Place(NamedTuple):
 
     column: str
     row: str
+
+    @property
+    def tuned_as(self) -> "Place":
+        """Itself, or of second choices the place of the first."""
+        return self._replace(row=without_second(self.row))
 
     def __str__(self) -> str:
         return f"{self.column} {self.row}"
@@ -72,6 +77,11 @@ class Cell:
     def tuned_to(self, settings: Mapping[str, Any] | None) -> "Cell":
         """The same run with the settings that tuning chose, if it did."""
         return self if settings is None else replace(self, recipe=self.recipe.changed(settings), tuned=True)
+
+    def second(self, settings: Mapping[str, Any]) -> "Cell":
+        """The same run with the settings that tuning could not tell from those it chose, in a row of its own."""
+        folder = self.folder.parent.with_name(file_name(self.row + SECOND)) / self.folder.name
+        return replace(self.tuned_to(settings), row=self.row + SECOND, folder=folder)
 
     @property
     def run(self) -> Run:

@@ -102,7 +102,7 @@ class Experiment:
             for label in self.tuning.rows or ():
                 lookup(dict.fromkeys(row.label for row in rows), label, "rows of tuning")
             for row in rows:
-                both = sorted(set(row.changes) & set(self.tuning.grid))
+                both = sorted(set(row.changes) & {*self.tuning.grid, *row.tuned})
                 if both:
                     raise ValueError(f"row {row.label!r} must not set what is tuned, got {', '.join(both)}")
 
@@ -151,7 +151,8 @@ class Experiment:
             raise ValueError("folder must be given")
         chosen = self.chosen_rows(request.attention)
         if request.changes:
-            taken = {name for row in chosen for name in row.changes} | set(here.tuning.grid if here.tuning else ())
+            taken = {name for row in chosen for name in {**row.changes, **row.tuned}}
+            taken |= set(here.tuning.grid if here.tuning else ())
             for name in request.changes:
                 if name in taken:
                     raise ValueError(f"set must leave {name} alone: rows or tuning of this experiment decide on it")

@@ -72,20 +72,32 @@ class Grid:
         """Whether the settings of a row are chosen first."""
         return self.tuning is not None and (self.tuning.rows is None or row in self.tuning.rows)
 
+    def tuned_fields(self, row: Row) -> set[str]:
+        """The fields of a row's recipes that tuning chooses."""
+        return {*self.tuning.grid, *row.tuned} if self.tuning is not None and self.tunes(row.label) else set()
+
     def tuned_on(self, place: Place) -> Place:
-        """The column on which the settings of a column and row are chosen."""
+        """Where the settings of a column and row are chosen."""
+        place = place.tuned_as
         return place if self.tuning is None or self.tuning.column is None else place._replace(column=self.tuning.column)
 
-    def tuning_cells(self, share: float = 1.0, choices: Choices | None = None) -> list[Cell]:
-        """Runs from which settings are chosen: of all choices, or of those that a function of the place gives, trained
-        for a share of the steps."""
+    def choices(self, place: Place) -> list[dict[str, Any]]:
+        """Everything that is tried for a column and row at first."""
+        assert self.tuning is not None
+        return self.tuning.choices(next(row.tuned for row in self.rows if row.label == place.row))
+
+    def tuning_cells(
+        self, index: int = 0, choices: Choices | None = None, seeds: Sequence[int] | None = None
+    ) -> list[Cell]:
+        """Runs of a round from which settings are chosen: of all choices, or of those that a function of the place
+        gives, with the seeds of the round or others."""
         tuning = self.tuning
         if tuning is None:
             return []
         columns = self.columns
         if tuning.column is not None:
             columns = {tuning.column: lookup(columns, tuning.column, "column")}
-        tried = choices or (lambda place: tuning.choices())
+        tried, (share, _) = choices or self.choices, tuning.rounds[index]
         part = [] if share == 1.0 else [f"{share:g} of the steps"]
         return [
             Cell(
@@ -96,7 +108,7 @@ class Grid:
                 choice=choice,
                 share=share,
             )
-            for seed in tuning.seeds
+            for seed in (tuning.seeds_of(index) if seeds is None else seeds)
             for column, recipe_of in columns.items()
             for row in self.rows
             if self.tunes(row.label)

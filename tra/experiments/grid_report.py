@@ -139,7 +139,8 @@ def _protocol(grid: Grid, tried: Sequence[Run], results: Results) -> dict[str, s
         if place in results.places and found is not None and found.chosen is not None:
             edges = edges_of(found)
             at_edge = f" (at the edge of what was tried: {', '.join(edges)})" if edges else ""
-            facts[f"chosen for {place}"] = _shown(found.chosen) + at_edge
+            second = f"; second, as good as tuning can tell: {_shown(found.second)}" if found.second else ""
+            facts[f"chosen for {place}"] = _shown(found.chosen) + at_edge + second
     return facts
 
 

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tra.experiments.cells import Place, RunKey
 from tra.experiments.grid import Grid
 from tra.experiments.results import FailureKey, Results, Session, TuningKey
-from tra.experiments.tuning import Evidence
+from tra.experiments.rows import OPTION, SECOND, without_second
+from tra.experiments.tuning import Evidence, Settings
 from tra.files import read_json
 from tra.progress import say
 from tra.recipes import Recipe
@@ -32,8 +34,37 @@ def read_results(paths: Sequence[Path], grid: Grid) -> Results:
     return found
 
 
-def merge_results(here: Results, elsewhere: Results, grid: Grid) -> Results:
-    """As one experiment with this grid would have them. Of a run that is in both, that which is here counts."""
+def as_tuned(
+    records: Mapping[RunKey, list[Record]], grid: Grid, evidence: Mapping[Place, Evidence]
+) -> dict[RunKey, list[Record]]:
+    """Results from elsewhere in the rows that their settings belong to now: more seeds of tuning may have turned first
+    choice and second round. Those with settings that are no longer either are left out."""
+    found: dict[RunKey, list[Record]] = {}
+    left_out = set()
+    for key, of_run in records.items():
+        known = evidence.get(grid.tuned_on(key.place))
+        first = without_second(key.row)
+        if known is None or known.chosen is None or _has(of_run[0], known.chosen):
+            row = key.row if known is None else first
+        elif known.second is not None and _has(of_run[0], known.second):
+            row = first + SECOND
+        else:
+            left_out.add(str(key.place))
+            continue
+        found[key._replace(row=row)] = [replace(record, row=row) for record in of_run]
+    for place in sorted(left_out):
+        say(f"results of {place} that are joined have settings that tuning did not choose; they are left out")
+    return found
+
+
+def _has(record: Record, settings: Settings) -> bool:
+    """Whether a result has these settings, as far as it tells."""
+    known = {"learning_rate": record.learning_rate, **{OPTION + name: value for name, value in record.options.items()}}
+    return all(known.get(name, value) == value for name, value in settings.items())
+
+
+def merge_results(here: Results, elsewhere: Results, keys: Sequence[RunKey]) -> Results:
+    """As one experiment with these runs would have them. Of a run that is in both, that which is here counts."""
     records = elsewhere.records | here.records
     places = {key.place for key in records}
     not_known = {
@@ -43,9 +74,9 @@ def merge_results(here: Results, elsewhere: Results, grid: Grid) -> Results:
     }
     own = {key: reason for key, reason in here.failures.items() if key not in records}
     return Results(
-        records={key: records[key] for key in grid.keys if key in records},
+        records={key: records[key] for key in keys if key in records},
         failures=not_known | own,
-        tuning=here.tuning | elsewhere.tuning,
+        tuning=elsewhere.tuning | here.tuning,
         sessions=_different([*elsewhere.sessions, *here.sessions]),
         recipes=elsewhere.recipes | here.recipes,
     )
@@ -58,7 +89,7 @@ def _different(sessions: Sequence[Session]) -> list[Session]:
 
 def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
     """Add what a file holds; returns the seeds that it has beyond those of the grid."""
-    rows = {row.label: row for row in grid.rows}
+    rows = {label: row for row in grid.rows for label in (row.label, row.label + SECOND)}
     recipes: dict[Place, Recipe] = {}
     records: dict[RunKey, list[Record]] = {}
     more_seeds = set()
@@ -76,13 +107,14 @@ def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
         task = recipe.build_task()
         result, settings = task.measure.from_dict(entry), (entry["learning_rate"], entry["options"])
         record = Record(*place, seed, recipe.length, task.unit, result, entry["tuned"], *settings)
-        _check_settings(record, recipe, _tuned_fields(grid, place.row))
+        _check_settings(record, recipe, grid.tuned_fields(rows[place.row]))
         records.setdefault(RunKey(*place, seed), []).append(record)
     if not records:
         raise ValueError("it has none of the columns, rows and seeds that are asked for")
-    for place in recipes:
+    for place in dict.fromkeys(place.tuned_as for place in recipes):
         if grid.tunes(place.row):
-            _take_evidence(Evidence.from_dict(stored["tuning"][str(place)]), place, grid, found)
+            fields = grid.tuned_fields(rows[place.row])
+            _take_evidence(Evidence.from_dict(stored["tuning"][str(place)]), place, grid, fields, found)
     for key, of_run in records.items():
         if key not in found.records:
             found.records[key] = of_run
@@ -98,20 +130,13 @@ def _recipe(stored: Mapping[str, Any]) -> Recipe:
     return Recipe.from_json(json.dumps(stored))
 
 
-def _tuned_fields(grid: Grid, row: str) -> set[str]:
-    return set(grid.tuning.grid) if grid.tuning is not None and grid.tunes(row) else set()
-
-
 def _check_column(stored: Mapping[str, Any], grid: Grid, column: str) -> None:
     """Raise a ValueError unless the recipe that is stored for a column is that of one of our rows."""
     theirs = _recipe(stored)
     different: list[str] = []
     for row in grid.every_row:
         ours = row.recipe(grid.columns[column], theirs.seed)
-        free = {
-            ".".join(name.split(".")[: 2 if name.startswith("model.") else 1])
-            for name in _tuned_fields(grid, row.label)
-        }
+        free = {".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in grid.tuned_fields(row)}
         differences = {name: pair for name, pair in theirs.differences(ours).items() if name not in free}
         # What the mechanism is, and its options, is compared result by result.
         differences = {name: pair for name, pair in differences.items() if not name.startswith("model.attention")}
@@ -133,18 +158,21 @@ def _check_settings(record: Record, recipe: Recipe, tuned: set[str]) -> None:
             raise ValueError(f"{name} of {what} is {found!r} there and {expected!r} here")
 
 
-def _take_evidence(theirs: Evidence, place: Place, grid: Grid, found: Results) -> None:
-    """Add how a column and row were tuned, which must be how they are tuned here and by the other files."""
+def _take_evidence(theirs: Evidence, place: Place, grid: Grid, fields: set[str], found: Results) -> None:
+    """Add how a column and row were tuned, which must be how they are tuned here and by the other files. It may lack
+    seeds that are tuned on here: they are trained besides."""
     ours, tuned_on = grid.tuning, grid.tuned_on(place)
     assert ours is not None
     for what, stored, expected in (
-        ("seeds of tuning", theirs.seeds, list(ours.seeds)),
+        ("seeds of tuning", list(theirs.seeds), list(ours.seeds)[: max(1, len(theirs.seeds))]),
         ("rounds of tuning", [part.share_of_steps for part in theirs.rounds], [share for share, _ in ours.rounds]),
         ("column of tuning", theirs.column, tuned_on.column),
-        ("what was tuned", sorted(theirs.chosen or ()), sorted(ours.grid)),
+        ("what was tuned", sorted(theirs.chosen or ()), sorted(fields)),
     ):
         if stored != expected:
             raise ValueError(f"{what} of {place} is {stored!r} there and {expected!r} here")
     known = found.tuning.setdefault(tuned_on, theirs)
-    if known.chosen != theirs.chosen:
+    if len(theirs.seeds) > len(known.seeds):
+        found.tuning[tuned_on] = theirs  # as_tuned finds the rows of what was tuned on fewer
+    elif len(theirs.seeds) == len(known.seeds) and known.chosen != theirs.chosen:
         raise ValueError(f"tuning of {place} chose {theirs.chosen} there and {known.chosen} in a file before it")

@@ -12,17 +12,17 @@ from filelock import FileLock
 
 from tra.environment import environment
 from tra.errors import RunError
-from tra.experiments.cells import Cell
+from tra.experiments.cells import Cell, Place
 from tra.experiments.cluster import run_on_cluster
 from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.grid import Grid, part_of
 from tra.experiments.grid_report import final_report, live_report, write_explorers
 from tra.experiments.local_jobs import run_all, unfinished
-from tra.experiments.merge_results import merge_results, read_results
+from tra.experiments.merge_results import as_tuned, merge_results, read_results
 from tra.experiments.request import Request
 from tra.experiments.results import FailureKey, Results, Session, TuningKey, first_recipes, read_runs, stored_sessions
 from tra.experiments.search import Search
-from tra.experiments.tuning import Losses, tuning_losses, tuning_tables
+from tra.experiments.tuning import Evidence, Losses, tuning_losses, tuning_tables
 from tra.files import write_json, write_text
 from tra.progress import say
 from tra.report.figures import save_figure, styled
@@ -75,14 +75,9 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             say(f"{found.left} of {len(tries)} runs of tuning are left to other machines")
             tables = tuning_tables(grid.tuning, search.evidence())
             return Outcome([], [], _labelled(spoilt), grid.folder, markdown(tables))
-    evidence = search.evidence() | joined.tuning
-    chosen = {place: evidence[on].chosen for place in grid.places if (on := grid.tuned_on(place)) in evidence}
-    # A row whose tuning failed is reported so, and stops no other.
-    cells = [
-        cell.tuned_to(chosen.get(cell.place))
-        for cell in cells
-        if not (request.train and grid.tunes(cell.row) and chosen.get(cell.place) is None)
-    ]
+    evidence = joined.tuning | search.evidence()
+    cells = _tuned(cells, grid, evidence, request.train)
+    joined.records = as_tuned(joined.records, grid, evidence)
     _check_runs_here([cell for cell in cells if grid.tuned_on(cell.place) in joined.tuning])
     # Divided among machines before anything is left out, so that all divide alike whatever each of them joins.
     mine = [cell for cell in part_of(cells, *request.shard) if cell.key not in joined.records]
@@ -97,7 +92,7 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         if trained:
             seconds = round(time.monotonic() - started, 1)
             here.sessions.append(Session(request.command, began.isoformat(), trained, seconds, environment()))
-        results = merge_results(here, joined, grid)
+        results = merge_results(here, joined, [cell.key for cell in cells])
         if not results.records:
             reason = next(iter(results.failures.values()), "")
             raise RunError(f"no run in {grid.folder} is finished" + (f": {reason}" if reason else ""))
@@ -121,6 +116,21 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         report = final_report(grid, own, results, len(cells), shown.tables, tuning, shown.figures)
         write_text(page, report_html(report))
     return replace(outcome, shown=shown.text)
+
+
+def _tuned(cells: Sequence[Cell], grid: Grid, evidence: Mapping[Place, Evidence], train: bool) -> list[Cell]:
+    """The runs to report: with the settings that tuning chose and, where it could not tell two apart, with the others
+    too. A row whose tuning failed is left out: it is reported so, and stops no other."""
+    found = []
+    for cell in cells:
+        known = evidence.get(grid.tuned_on(cell.place))
+        if known is None or known.chosen is None:
+            found += [] if train and grid.tunes(cell.row) else [cell]
+            continue
+        found.append(cell.tuned_to(known.chosen))
+        if known.second is not None:
+            found.append(cell.second(known.second))
+    return found
 
 
 def _run(mine: Sequence[Cell], request: Request, grid: Grid, page: Path) -> set[Cell]:
@@ -157,8 +167,8 @@ def _tuning_so_far(tries: Sequence[Cell]) -> _Tried:
     if not left:
         for key in failures:
             losses.pop(key.place, None)
-    for place, choices in losses.items():
-        if not any(map(math.isfinite, choices.values())):
+    for place, tried in losses.items():
+        if not any(math.isfinite(one.loss) for one in tried):
             failures[TuningKey(*place)] = "every choice diverged"
     return _Tried(set(finished), losses, failures, left)
 

@@ -8,6 +8,11 @@ from typing import Any
 from tra.recipes import Recipe, RecipeOf
 from tra.signatures import format_value
 
+OPTION = "model.attention_options."
+"""Begins the name of a field that is an option of the mechanism."""
+SECOND = " (second choice)"
+"""Ends the label of a row that has the next best settings, where tuning could not tell them from the best."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -26,6 +31,8 @@ class Row:
     """Values of fields of the recipe; those of the model have names such as ``model.width``."""
     name: str = ""
     """What the row is called; the mechanism with its options and changes by default."""
+    tuned: Mapping[str, Sequence[Any]] = field(default_factory=dict, hash=False)
+    """Values of fields of the recipe that are tuned for this row, besides those that are tuned for all."""
 
     def __post_init__(self) -> None:
         if "seed" in self.changes:
@@ -62,9 +69,14 @@ def as_row(row: Row | str) -> Row:
 
 def settings_words(values: Mapping[str, Any]) -> list[str]:
     """Options by their own names, other fields by those that `Recipe.changed` knows."""
-    return [f"{name.removeprefix('model.attention_options.')}={format_value(value)}" for name, value in values.items()]
+    return [f"{name.removeprefix(OPTION)}={format_value(value)}" for name, value in values.items()]
 
 
 def choice_label(choice: Mapping[str, Any]) -> str:
     """Settings that tuning tries, as tables and folders name them."""
     return " ".join(settings_words(choice))
+
+
+def without_second(label: str) -> str:
+    """The label of the row that a row of second choices belongs to; any other as it is."""
+    return label.removesuffix(SECOND)

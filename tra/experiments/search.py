@@ -1,24 +1,22 @@
 """The search of tuning: which runs to try next, given the losses of those before."""
 
 import math
-from collections.abc import Collection, Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from tra.experiments.cells import Cell, Place
 from tra.experiments.grid import Choices, Grid
-from tra.experiments.tuning import Evidence, Losses, Round, Settings, Tuning, chosen_settings
+from tra.experiments.tuning import Evidence, Losses, Round, Settings, Tried, Tuning, evidence_of
 
 
 class Search:
     """What tuning tries: told the losses of what it gave last, it gives the next runs, and none at the end."""
 
-    def __init__(self, grid: Grid, elsewhere: Collection[Place] = ()) -> None:
-        """Of columns and rows that are tuned elsewhere nothing is tried."""
-        self.grid, self.left_out = grid, set(elsewhere)
+    def __init__(self, grid: Grid, known: Mapping[Place, Evidence] | None = None) -> None:
+        """Of columns and rows that are known from elsewhere, only seeds that the last round lacks there are tried."""
+        self.grid, self.known = grid, known or {}
         self.rounds: list[Losses] = []
         """Of each round so far, the losses."""
-        self.choices: dict[str, Settings] = {}
-        """Everything that was tried, by its label."""
         self.extending = False
         self.extensions: set[str] = set()
         """Runs past the ends of the grid that were given already: one that comes to nothing is not given again."""
@@ -28,21 +26,28 @@ class Search:
         if tuning is None:
             return []
         if len(self.rounds) == 1:
-            cells = [cell for cell in self._cells(tuning, 0, self._beyond) if cell.label not in self.extensions]
+            cells = [cell for cell in self._cells(0, self._beyond) if cell.label not in self.extensions]
             self.extensions |= {cell.label for cell in cells}
             self.extending = bool(cells)
             if cells:
                 return cells
-        if len(self.rounds) == len(tuning.rounds):
+        index = len(self.rounds)
+        if index == len(tuning.rounds):
             return []
-        number = tuning.rounds[len(self.rounds)][1]
-        return self._cells(tuning, len(self.rounds), (lambda place: self._best(place, number)) if self.rounds else None)
+        number = tuning.rounds[index][1]
+        cells = self._cells(index, (lambda place: self._best(place, number)) if self.rounds else None)
+        if index == len(tuning.rounds) - 1:
+            cells += self._missing_seeds(tuning)
+        elif not cells:  # everything is known but seeds of the last round
+            self.rounds.append({})
+            return self.next()
+        return cells
 
     def tell(self, losses: Losses) -> None:
         """Add what was found: a round of its own, or more of the first."""
         if self.extending:
             for place, found in losses.items():
-                self.rounds[0].setdefault(place, {}).update(found)
+                self.rounds[0].setdefault(place, []).extend(found)
         else:
             self.rounds.append(losses)
 
@@ -52,17 +57,20 @@ class Search:
         if tuning is None or not self.rounds:
             return {}
         last = self.rounds[-1]
+        places = dict.fromkeys(place for losses in self.rounds for place in losses)
         return {
-            place: Evidence(
+            place: self._completed(tuning, self.known[place], last[place])
+            if place in self.known
+            else evidence_of(
+                tuning,
                 place.column,
-                list(tuning.seeds),
                 [
-                    Round(share, losses.get(place, {}))
+                    Round(share, losses.get(place, []))
                     for (share, _), losses in zip(tuning.rounds, self.rounds, strict=False)
                 ],
-                chosen_settings(tuning, self.choices, last[place]) if place in last else None,
+                decided=place in last,
             )
-            for place in dict.fromkeys(place for losses in self.rounds for place in losses)
+            for place in places
         }
 
     @cached_property
@@ -71,31 +79,48 @@ class Search:
         tuning = self.grid.tuning
         if tuning is None:
             return []
-        cells, left = [], tuning.choices()
-        for index, (_, most) in enumerate(tuning.rounds):
-            left = left[:most]
-            cells += self._cells(tuning, index, partial(_always, left))
+        cells, most = [], math.inf
+        for index, (_, number) in enumerate(tuning.rounds):
+            most = most if number is None else min(most, number)
+            left = None if most == math.inf else int(most)
+            cells += self._cells(index, lambda place, left=left: self.grid.choices(place)[:left])  # type: ignore[misc]
+        return cells + self._missing_seeds(tuning)
+
+    def _cells(self, index: int, choices: Choices | None) -> list[Cell]:
+        return [cell for cell in self.grid.tuning_cells(index, choices) if cell.place not in self.known]
+
+    def _missing_seeds(self, tuning: Tuning) -> list[Cell]:
+        """Runs of the last round with seeds that evidence from elsewhere lacks."""
+        last = len(tuning.rounds) - 1
+        cells = []
+        for number in range(1, len(tuning.seeds)):
+
+            def tried(place: Place, number: int = number) -> list[Settings]:
+                found = self.known.get(place)
+                lacking = found is not None and len(found.seeds) == number
+                return [one.settings for one in found.rounds[last].tried] if found is not None and lacking else []
+
+            cells += self.grid.tuning_cells(last, tried, tuning.seeds[number:])
         return cells
 
-    def _cells(self, tuning: Tuning, index: int, choices: Choices | None) -> list[Cell]:
-        cells = self.grid.tuning_cells(tuning.rounds[index][0], choices)
-        cells = [cell for cell in cells if cell.place not in self.left_out]
-        self.choices |= {cell.choice_label: cell.choice for cell in cells}
-        return cells
+    def _completed(self, tuning: Tuning, known: Evidence, found: Sequence[Tried]) -> Evidence:
+        """Evidence from elsewhere, with what seeds that it lacked have come to."""
+        more = {one.label: one.losses for one in found}
+        last = known.rounds[-1]
+        tried = [Tried(one.settings, [*one.losses, *more.get(one.label, ())]) for one in last.tried]
+        if any(len(one.losses) < len(tuning.seeds) for one in tried):  # some are not trained yet
+            return known
+        return evidence_of(tuning, known.column, [*known.rounds[:-1], Round(last.share_of_steps, tried)])
 
     def _best(self, place: Place, number: int | None) -> list[Settings]:
         """So many choices with the lowest losses of the last round."""
-        losses = self.rounds[-1].get(place, {})
-        finite = [label for label in losses if math.isfinite(losses[label])]
-        return [self.choices[label] for label in sorted(finite, key=losses.__getitem__)[:number]]
+        finite = [one for one in self.rounds[-1].get(place, []) if math.isfinite(one.loss)]
+        return [one.settings for one in sorted(finite, key=lambda one: one.loss)[:number]]
 
     def _beyond(self, place: Place) -> list[Settings]:
         """The choice past the best one, if the grid has to be extended."""
         assert self.grid.tuning is not None
-        losses, best = self.rounds[0].get(place, {}), self._best(place, 1)
-        further = self.grid.tuning.beyond([self.choices[label] for label in losses], best[0]) if best else None
+        tried, best = self.rounds[0].get(place, []), self._best(place, 1)
+        planned = len(self.grid.choices(place))
+        further = self.grid.tuning.beyond([one.settings for one in tried], best[0], planned) if best else None
         return [further] if further is not None else []
-
-
-def _always(choices: Sequence[Settings], place: Place) -> Sequence[Settings]:
-    return choices

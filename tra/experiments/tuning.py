@@ -2,18 +2,18 @@
 
 import itertools
 import math
+import statistics
+from ast import literal_eval
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tra.experiments.cells import Cell, Place
+from tra.experiments.rows import OPTION, choice_label
 from tra.lookup import lookup
-from tra.report.intervals import spread
 from tra.report.tables import Table
 from tra.tasks import Result
 
-Losses = dict[Place, dict[str, float]]
-"""For a column and row, the loss of each choice by its label."""
 Settings = Mapping[str, Any]
 """Values of fields of a recipe."""
 
@@ -26,6 +26,8 @@ class Tuning:
     grid: Mapping[str, Sequence[Any]]
     """Values of fields of the recipe; every combination is tried."""
     seeds: Sequence[int] = (1000,)
+    """The last round trains with each of these, rounds before it with the first. With several, it is known how much
+    seeds differ: where the two best choices differ by less, both are reported."""
     column: str | None = None
     """Tune on this column for all of them; by default each is tuned by itself."""
     rows: Collection[str] | None = None
@@ -56,13 +58,19 @@ class Tuning:
             if len(values) < 2 or any(low >= high for low, high in itertools.pairwise(values)) or values[0] <= 0:
                 raise ValueError(f"{self.extended} must have two or more rising values to be extended, got {values!r}")
 
-    def choices(self) -> list[dict[str, Any]]:
-        """Every combination of the grid."""
-        return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+    def choices(self, besides: Mapping[str, Sequence[Any]] | None = None) -> list[dict[str, Any]]:
+        """Every combination of the grid, and of what is tuned besides."""
+        grid = {**self.grid, **(besides or {})}
+        return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
-    def beyond(self, tried: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The choice past the best one, if that lies at an end of what was tried of the extended field."""
-        if self.extended is None or len(tried) >= len(self.choices()) + MOST_EXTENSIONS:
+    def seeds_of(self, index: int) -> Sequence[int]:
+        """The seeds of a round."""
+        return self.seeds if index == len(self.rounds) - 1 else self.seeds[:1]
+
+    def beyond(self, tried: Sequence[Settings], best: Settings, planned: int) -> dict[str, Any] | None:
+        """The choice past the best one, if that lies at an end of what was tried of the extended field, unless many
+        more than were planned have been tried already."""
+        if self.extended is None or len(tried) >= planned + MOST_EXTENSIONS:
             return None
         values, at = sorted({choice[self.extended] for choice in tried}), best[self.extended]
         if values[0] < at < values[-1]:
@@ -75,12 +83,54 @@ MOST_EXTENSIONS = 3
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A choice and what it came to."""
+
+    settings: Settings
+    losses: Sequence[float]
+    """Within the training length, of each seed; infinite where training diverged."""
+
+    @property
+    def label(self) -> str:
+        return choice_label(self.settings)
+
+    @property
+    def loss(self) -> float:
+        """The mean over seeds; one that is not a number counts as infinite."""
+        mean = statistics.fmean(self.losses)
+        return math.inf if math.isnan(mean) else mean
+
+    @property
+    def spread(self) -> float:
+        """How much seeds differ; 0 of one seed."""
+        return max(self.losses) - min(self.losses) if math.isfinite(self.loss) else math.inf
+
+
+Losses = dict[Place, list[Tried]]
+"""For a column and row, what was tried."""
+
+
+@dataclass(frozen=True)
 class Round:
     """One round of tuning for a column and row."""
 
     share_of_steps: float
-    losses: Mapping[str, float]
-    """Of each choice that was tried, by its label."""
+    tried: Sequence[Tried]
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any], chosen: Settings) -> "Round":
+        """What `asdict` gave; files of 0.2 have a loss by each label in place of what was tried."""
+        if "losses" in stored:
+            tried = [Tried(_settings(label, chosen), [loss]) for label, loss in stored["losses"].items()]
+        else:
+            tried = [Tried(part["settings"], part["losses"]) for part in stored["tried"]]
+        return cls(stored["share_of_steps"], tried)
+
+
+def _settings(label: str, alike: Settings) -> Settings:
+    """The settings that a label names, with the fields of others."""
+    words = dict(word.split("=", 1) for word in label.split(" "))
+    return {name: literal_eval(words[name.removeprefix(OPTION)]) for name in alike}
 
 
 @dataclass(frozen=True)
@@ -89,70 +139,78 @@ class Evidence:
 
     column: str
     """On which they were tuned."""
-    seeds: list[int]
-    rounds: list[Round]
+    seeds: Sequence[int]
+    """Of the last round."""
+    rounds: Sequence[Round]
     chosen: Settings | None
     """None while nothing is decided, or where every choice failed."""
+    second: Settings | None = None
+    """The next best choice, where it differs from the chosen one by less than seeds do."""
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "Evidence":
-        rounds = [Round(part["share_of_steps"], part["losses"]) for part in stored["rounds"]]
-        return cls(stored["column"], list(stored["seeds"]), rounds, dict(stored["chosen"]))
+        chosen = dict(stored["chosen"])
+        rounds = [Round.from_dict(part, chosen) for part in stored["rounds"]]
+        return cls(stored["column"], list(stored["seeds"]), rounds, chosen, stored.get("second"))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
+def evidence_of(tuning: Tuning, column: str, rounds: Sequence[Round], decided: bool = True) -> Evidence:
+    """What rounds of tuning come to; the last one decides, if there was one."""
+    chosen, second = choose(tuning, rounds[-1].tried) if decided else (None, None)
+    return Evidence(column, list(tuning.seeds), rounds, chosen, second)
+
+
 def tuning_losses(measured: Mapping[Cell, Sequence[Result]], diverged: Iterable[Cell] = ()) -> Losses:
-    """Mean loss within the training length, over sets and seeds, of every choice; infinite for one that diverged."""
-    found: dict[Place, dict[str, list[float]]] = {}
+    """Mean loss within the training length, over sets, of every choice and seed; infinite for one that diverged."""
+    found: dict[Place, dict[str, Tried]] = {}
+
+    def add(cell: Cell, loss: float) -> None:
+        tried = found.setdefault(cell.place, {})
+        before = tried[cell.choice_label].losses if cell.choice_label in tried else []
+        tried[cell.choice_label] = Tried(cell.choice, [*before, loss])
+
     for cell in diverged:
-        found.setdefault(cell.place, {}).setdefault(cell.choice_label, []).append(math.inf)
+        add(cell, math.inf)
     for cell, results in measured.items():
         within = [result.loss for result in results if result.length <= cell.recipe.length]
         if not within:
             raise ValueError(f"{cell.column} must be measured within the training length of {cell.recipe.length}")
-        found.setdefault(cell.place, {}).setdefault(cell.choice_label, []).extend(within)
-    return {place: {choice: spread(losses)[0] for choice, losses in tried.items()} for place, tried in found.items()}
+        add(cell, statistics.fmean(within))
+    return {place: list(tried.values()) for place, tried in found.items()}
 
 
-def best_choice(losses: Mapping[str, float]) -> str:
-    """The choice with the lowest loss; one whose loss is not a number is the worst."""
-    return min(losses, key=lambda choice: math.inf if math.isnan(losses[choice]) else losses[choice])
-
-
-def chosen_settings(
-    tuning: Tuning, choices: Mapping[str, Settings], losses: Mapping[str, float]
-) -> dict[str, Any] | None:
-    """The settings with the lowest loss, or of a choice that is as good; None where every choice diverged."""
-    lowest = best_choice(losses)
-    if not math.isfinite(losses[lowest]):
-        return None
-    extended = tuning.extended
+def choose(tuning: Tuning, tried: Sequence[Tried]) -> tuple[Settings | None, Settings | None]:
+    """The settings with the lowest loss, or of a choice that is as good, None where every choice diverged; and the next
+    best, where it is worse by less than seeds differ: tuning cannot tell the two apart."""
+    ranked = sorted(tried, key=lambda one: one.loss)
+    lowest = ranked[0]
+    if not math.isfinite(lowest.loss):
+        return None, None
+    extended, taken = tuning.extended, lowest
     if extended is not None:
-        good = [label for label, loss in losses.items() if loss <= losses[lowest] + tuning.tolerance]
-        lowest = min(good, key=lambda label: (choices[label][extended], losses[label]))
-    return dict(choices[lowest])
+        good = [one for one in ranked if one.loss <= lowest.loss + tuning.tolerance]
+        taken = min(good, key=lambda one: (one.settings[extended], one.loss))
+    others = [one for one in ranked if one is not taken and math.isfinite(one.loss)]
+    if not others or min(len(taken.losses), len(others[0].losses)) < 2:
+        return dict(taken.settings), None
+    noise = max(taken.spread, others[0].spread, tuning.tolerance)
+    close = abs(others[0].loss - taken.loss) <= noise
+    return dict(taken.settings), dict(others[0].settings) if close else None
 
 
 def edges_of(evidence: Evidence) -> list[str]:
-    """The settings whose chosen value is the least or the greatest that was tried: a better one may lie beyond."""
-    tried: dict[str, set[float]] = {}
-    for part in evidence.rounds:
-        for label in part.losses:
-            for word in label.split(" "):
-                name, _, text = word.partition("=")
-                try:
-                    tried.setdefault(name, set()).add(float(text))
-                except ValueError:
-                    continue  # no number
-    return [
-        name
-        for name, value in (evidence.chosen or {}).items()
-        if len(values := tried.get(name.removeprefix("model.attention_options."), set())) > 1
-        and not isinstance(value, bool | str)
-        and value in (min(values), max(values))
-    ]
+    """The settings whose chosen value is the least or the greatest of three or more that were tried: a better one may
+    lie beyond."""
+    found = []
+    for name, value in (evidence.chosen or {}).items():
+        tried = {one.settings[name] for part in evidence.rounds for one in part.tried}
+        numbers = not any(isinstance(entry, bool | str) for entry in tried)
+        if numbers and len(tried) > 2 and value in (min(tried), max(tried)):
+            found.append(name)
+    return found
 
 
 def tuning_tables(tuning: Tuning | None, evidence: Mapping[Place, Evidence]) -> list[Table]:
@@ -161,25 +219,41 @@ def tuning_tables(tuning: Tuning | None, evidence: Mapping[Place, Evidence]) -> 
         return []
     tables = []
     for index, (share, _) in enumerate(tuning.rounds):
-        parts = {place: found.rounds[index].losses for place, found in evidence.items() if index < len(found.rounds)}
-        losses = {place: dict(tried) for place, tried in parts.items() if tried}
+        parts = {place: found.rounds[index].tried for place, found in evidence.items() if index < len(found.rounds)}
+        losses = {place: list(tried) for place, tried in parts.items() if tried}
         if losses:
             tables.append(tuning_table(losses, share))
-    if len(tables) == len(tuning.rounds) and tuning.tolerance:
-        taken = f" Taken is the lowest {tuning.extended} among losses at most {tuning.tolerance:g} above it."
-        tables[-1] = replace(tables[-1], note=tables[-1].note + taken)
+    if len(tables) == len(tuning.rounds):
+        tables[-1] = replace(tables[-1], note=" ".join([tables[-1].note, *_remarks(tuning, evidence)]))
     return tables
 
 
+def _remarks(tuning: Tuning, evidence: Mapping[Place, Evidence]) -> list[str]:
+    """What the last round's table says besides: what is taken, what is left open, and what may lie beyond."""
+    remarks = []
+    if tuning.tolerance:
+        remarks.append(f"Taken is the lowest {tuning.extended} among losses at most {tuning.tolerance:g} above it.")
+    close = [str(place) for place, found in evidence.items() if found.second is not None]
+    if close:
+        remarks.append(f"Two choices differ by less than seeds do, and both are reported: {', '.join(close)}.")
+    edges = [f"{place} ({', '.join(names)})" for place, found in evidence.items() if (names := edges_of(found))]
+    if edges:
+        beyond = "Chosen at the edge of what was tried, so that a better value may lie beyond"
+        remarks.append(f"{beyond}: {'; '.join(edges)}.")
+    return remarks
+
+
 def tuning_table(losses: Losses, share: float = 1.0) -> Table:
-    """The loss of every choice, the lowest marked; one at the edge of the grid may not be the best there is."""
-    choices = list(dict.fromkeys(choice for tried in losses.values() for choice in tried))
+    """The loss of every choice, the lowest marked."""
+    choices = list(dict.fromkeys(one.label for tried in losses.values() for one in tried))
     several = len({place.column for place in losses}) > 1
     rows, marked = [], set()
     for y, (place, tried) in enumerate(losses.items()):
-        cells = [f"{tried[choice]:.4f}" if choice in tried else "" for choice in choices]
+        found = {one.label: one.loss for one in tried}
+        cells = [f"{found[choice]:.4f}" if choice in found else "" for choice in choices]
         rows.append([str(place) if several else place.row, *cells])
-        marked.add((y, 1 + choices.index(best_choice(tried))))
-    note = "Mean loss within the training length; the lowest is bold."
+        marked.add((y, 1 + choices.index(min(found, key=found.__getitem__))))
+    seeds = max(len(one.losses) for tried in losses.values() for one in tried)
+    note = f"Mean loss within the training length{f', over {seeds} seeds' if seeds > 1 else ''}; the lowest is bold."
     title = "Tuning" if share == 1.0 else f"Tuning, {share:g} of the steps"
     return Table(["attention", *choices], rows, title, note, frozenset(marked))

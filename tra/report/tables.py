@@ -166,7 +166,7 @@ def _column_tables(column: str, records: Sequence[Record], measure: type[Result]
     about = f"Trained at up to {trained:,} {unit}."
     if len(measure.titles) == 1:
         (field,) = measure.titles
-        return [_table(records, _set_and_length, field, column, about)]
+        return [_table(records, _set_and_length, field, column, about), *_token_tables(column, records)]
     kinds = grouped(records, lambda record: (record.result.set, bool(record.result.stride)))
     return [
         _table(
@@ -186,6 +186,21 @@ def _column_tables(column: str, records: Sequence[Record], measure: type[Result]
         for field, title in measure.titles.items()
         for (name, sliding), mine in kinds.items()
     ]
+
+
+def _token_tables(column: str, records: Sequence[Record]) -> list[Table]:
+    """Token accuracy at the lengths at which exact match tells nothing apart: where it is 0 for everybody, or 1."""
+    if not all(isinstance(record.result, ExactMatch) for record in records):
+        return []
+    alike = []
+    for some in grouped(records, _set_and_length).values():
+        means = [cell(mine, "exact_match")[0] for mine in grouped(some, lambda record: record.row).values()]
+        if len(means) > 1 and (max(means) < 0.005 or min(means) >= 0.995):
+            alike += some
+    if not alike:
+        return []
+    note = "Share of tokens that are right, at lengths at which exact match is 0 for everybody, or 1."
+    return [_table(alike, _set_and_length, "token_accuracy", f"{column}, token accuracy", note)]
 
 
 def _table(records: Sequence[Record], heading: Callable[[Record], str], field: str, title: str, note: str) -> Table:
@@ -214,17 +229,19 @@ def _table(records: Sequence[Record], heading: Callable[[Record], str], field: s
         ["attention", *headings],
         [*body, [TEST_SEQUENCES, *(counted[name] for name in headings)]],
         title,
-        f"{note} {_how(records)}",
+        f"{note} {_how(records, field)}",
         frozenset(marked),
     )
 
 
-def _how(records: Sequence[Record]) -> str:
+def _how(records: Sequence[Record], field: str) -> str:
+    with_interval = field in type(records[0].result).titles
     seeds = sorted({len({record.seed for record in some}) for some in grouped(records, lambda r: r.row).values()})
     if seeds[-1] == 1:
-        return "One seed; 95% interval over test sequences."
+        return "One seed; 95% interval over test sequences." if with_interval else "One seed."
     number = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-    return f"Mean ± deviation over {number} seeds; 95% interval over test sequences and seeds."
+    over = "; 95% interval over test sequences and seeds" if with_interval else ""
+    return f"Mean ± deviation over {number} seeds{over}."
 
 
 def _best(means: Mapping[tuple[str, Place], float], higher: bool) -> set[tuple[str, Place]]:
@@ -251,7 +268,7 @@ def cell(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float,
     )
     style = ".4g" if mean >= 1e5 else ".3f" if field == "perplexity_per_byte" else f".{digits}f"
     text = f"{mean:{style}}" + (f" ± {deviation:{style}}" if len(by_seed) > 1 else "")
-    found = interval_of(records, field)
+    found = interval_of(records, field) if field in type(records[0].result).titles else None
     return mean, text if found is None else f"{text} [{found[0]:{style}}, {found[1]:{style}}]"
 
 
