@@ -13,6 +13,7 @@ from tra import Decoder, DecoderConfig
 from tra.attention import MECHANISMS, ThresholdRelativeAttention
 from tra.attention.alibi import LinearBiasAttention
 from tra.attention.rope import RotaryAttention
+from tra.experiments.grid import chosen_rows
 from tra.experiments.scales import shrunk
 from tra.hub import TraForCausalLM, from_decoder
 from tra.recipes import RECIPES, Recipe, build_recipe
@@ -105,7 +106,7 @@ def test_an_experiment_has_a_row_of_it() -> None:
     assert cells[1].folder == Path("out/runs/flip_flop/rope+tra/0")
     assert cells[1].recipe.model.attention == "rope+tra"
     with pytest.raises(ValueError, match=r"attention must be one of .*, got 'tro'; did you mean 'tra'"):
-        of_flip_flop().chosen_rows(["rope+tro"])
+        chosen_rows(of_flip_flop().rows, ["rope+tro"])
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from tests.cli.calling import Captured, fails, help_of, json_of, shows, without_
 from tra import plugins
 from tra.errors import RunError
 from tra.experiments import Experiment, load_experiment, reproduce
+from tra.experiments.grid import chosen_rows
 from tra.model import Decoder, DecoderConfig
 from tra.recipes import RECIPES, Recipe, build_recipe
 from tra.runs import load_run, train
@@ -375,7 +376,7 @@ def test_the_current_folder_is_looked_in_by_the_command(
 def test_an_experiment_file_is_a_plug_in(write: Write) -> None:
     found = load_experiment(str(write("mine")))
     assert isinstance(found, Experiment)
-    assert [row.label for row in found.chosen_rows([])] == ["doubled", "nope"]
+    assert [row.label for row in chosen_rows(found.rows, [])] == ["doubled", "nope"]
     assert build_recipe("short").plugins == ["mine.py"]
 
 

@@ -101,6 +101,8 @@ def test_usual_values(asked: list[Request], capsys: Captured) -> None:
     assert json_of(["reproduce", "table1"], capsys) == {"runs": 3}
     (request,) = asked
     assert request == Request(Path("runs/table1-small"), "small", command="tra reproduce table1 --json")
+    reproduce("table1", command="tra reproduce table1 --json")
+    assert asked == [request, request]
 
 
 def test_help_names_every_experiment(capsys: Captured) -> None:

@@ -53,7 +53,7 @@ def of_flip_flop(**changes: Any) -> Experiment:
 
 def grid_of(experiment: Experiment, folder: Path = Path("out"), scale: str = "smoke", **asked: Any) -> Grid:
     """The runs that a request comes to."""
-    return experiment.grid(Request(folder, scale, **asked))
+    return Grid.of(experiment, Request(folder, scale, **asked))
 
 
 def smoke(name: str | Path, folder: Path, *options: str) -> list[str]:

@@ -12,6 +12,7 @@ from tests.experiments.small import content_of, flip_flop, grid_of, of_flip_flop
 from tra import plugins
 from tra.experiments import Experiment, Request, Row, Tuning, load_experiment, reproduce, sweep
 from tra.experiments.cells import Cell, file_name
+from tra.experiments.grid import chosen_rows
 from tra.experiments.table1 import SMOKE
 
 COLUMNS = {"smoke": {"flip_flop": flip_flop}}
@@ -174,14 +175,14 @@ MANY = of_flip_flop(rows=("tra", "rope", Row("rope", {"theta": 9}), Row("rope", 
 
 def test_rows_are_chosen_by_label_and_by_mechanism() -> None:
     def chosen(*names: str) -> list[str]:
-        return [row.label for row in MANY.chosen_rows(names)]
+        return [row.label for row in chosen_rows(MANY.rows, names)]
 
     assert chosen() == ["tra", "rope", "rope theta=9", "mine"]
     assert chosen("mine", "tra") == ["mine", "tra"]
     assert chosen("rope theta=9", "rope theta=9") == ["rope theta=9"]
     assert chosen("rope") == ["rope"], "the row of that name, not all of that mechanism"
     without = replace(MANY, rows=MANY.rows[2:])
-    assert [row.label for row in without.chosen_rows(["rope"])] == ["rope theta=9", "mine"]
+    assert [row.label for row in chosen_rows(without.rows, ["rope"])] == ["rope theta=9", "mine"]
 
 
 def test_a_mechanism_that_is_no_row_becomes_one_that_was_not_tuned() -> None:
@@ -193,16 +194,16 @@ def test_a_mechanism_that_is_no_row_becomes_one_that_was_not_tuned() -> None:
 
 def test_an_unknown_row_is_met_with_the_nearest_one() -> None:
     with pytest.raises(ValueError, match="got 'rop'; did you mean 'rope'"):
-        MANY.chosen_rows(["rop"])
+        chosen_rows(MANY.rows, ["rop"])
     with pytest.raises(ValueError, match="got 'rope teta=9'; did you mean 'rope theta=9'"):
-        MANY.chosen_rows(["rope teta=9"])
+        chosen_rows(MANY.rows, ["rope teta=9"])
 
 
 def test_a_mechanism_of_a_plugin_is_chosen_like_any_other(tmp_path: Path) -> None:
     file = tmp_path / "more_of_them.py"
     file.write_text("from tra.attention import MECHANISMS as KNOWN\nMECHANISMS = {'other': KNOWN['rope']}\n")
     plugins.load(str(file))
-    assert MANY.chosen_rows(["other"]) == [Row("other")]
+    assert chosen_rows(MANY.rows, ["other"]) == [Row("other")]
 
 
 def test_the_small_scale_is_usual_where_there_is_one() -> None:

@@ -23,6 +23,7 @@ from tra.experiments.demo import DEMO
 from tra.experiments.figure1 import FIGURE1
 from tra.experiments.figure2 import FIGURE2
 from tra.experiments.figure3 import FIGURE3, TEXT
+from tra.experiments.grid import chosen_rows
 from tra.experiments.local_jobs import run_cell
 from tra.experiments.longer import LONGER
 from tra.experiments.norms import COMPARED, NORMS
@@ -390,7 +391,7 @@ def test_a_learned_threshold_starts_from_the_weights_of_a_fixed_one(recipe_of: R
 
 def test_every_aid_is_read_as_published_tra_is(tmp_path: Path) -> None:
     """Its trained weights in a decoder without the aid give the same numbers."""
-    for row in AIDS.chosen_rows(()):
+    for row in chosen_rows(AIDS.rows, ()):
         recipe = row.recipe(AIDS.scales["smoke"]["induct_once"], 0)
         aided = Decoder(recipe.model).eval()
         published = Decoder(replace(recipe.model, attention_options={})).eval()

@@ -11,6 +11,7 @@ from tests.experiments.small import flip_flop, of_flip_flop, smoke
 from tra.cli import main
 from tra.experiments import Request, Tuning, plan
 from tra.experiments.figure2 import FIGURE2
+from tra.experiments.grid import chosen_rows
 from tra.experiments.plan import evaluation_tokens, parameters, tokens_per_second, training_tokens
 from tra.experiments.table1 import TABLE1
 from tra.model import Decoder, sized
@@ -118,7 +119,7 @@ def test_the_paper_can_be_planned(tmp_path: Path) -> None:
     assert table.rows[6][4] == f"{20_000 * 64 * 512:,}"
     table = FIGURE2.plan(Request(tmp_path / "out", "paper"))
     reported = [row for row in table.rows if "tuning" not in row[0]][:-1]
-    assert [(row[1], row[2]) for row in reported] == [(row.label, "4") for row in FIGURE2.chosen_rows(())]
+    assert [(row[1], row[2]) for row in reported] == [(row.label, "4") for row in chosen_rows(FIGURE2.rows, ())]
     recipe = FIGURE2.scales["paper"]["wikitext103"]()
     assert table.rows[0][3] == f"{sum(weight.numel() for weight in Decoder(recipe.model).parameters()):,}"
     assert reported[0][4] == f"{recipe.steps * recipe.batch * recipe.build_task().tokens_in(recipe.length):,}"

@@ -48,7 +48,7 @@ def test_perplexity_by_hand() -> None:
     assert found.perplexity_per_byte == math.exp(total / 11)
     # Positions 0 and 1 together, then 2 and 3.
     assert found.loss_by_position == [(0.5 + 1.0 + 3.0) / 3, (0.25 + 0.75) / 2]
-    assert (found.place, found.sequences) == ("valid (stride 2)", 3)
+    assert (found.set_label, found.sequences) == ("valid (stride 2)", 3)
     assert found.split().tolist() == [[0.75, 2.0], [4.0, 2.0], [0.75, 1.0]]
 
 

@@ -29,9 +29,10 @@ def run(arguments: list[str]) -> int:
     from tra.errors import Interrupted
     from tra.experiments import Request
     from tra.experiments.demo import DEMO
+    from tra.experiments.grid import chosen_rows
     from tra.progress import say
 
-    DEMO.chosen_rows(options.attention)  # says what is wrong before anything begins
+    chosen_rows(DEMO.rows, options.attention)  # says what is wrong before anything begins
     folder = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     words = ["tra", "demo", "--seeds", str(options.seeds), "--attention", *options.attention, "--output", str(folder)]
     again = shlex.join([*words, *options.plugin_words])

@@ -12,8 +12,6 @@ import tyro
 from tra.cli.parsing import Common, on_console, parse
 from tra.errors import Interrupted
 from tra.experiments import Request, load_experiment
-from tra.experiments.cells import file_name
-from tra.experiments.rows import settings_words
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,9 @@ class Reproduce(Common):
 def run(arguments: list[str]) -> int:
     options = parse(Reproduce, arguments, "reproduce")
     experiment = load_experiment(options.name)
-    scale = options.request.scale or experiment.usual_scale
-    name = "-".join([Path(options.name).stem, scale, *settings_words(options.request.changes)])
-    folder = options.request.folder or Path("runs") / file_name(name)
     command = shlex.join(["tra", "reproduce", *arguments])
-    request = replace(options.request, folder=folder, scale=scale, command=command)
+    request = replace(options.request, command=command)
+    request = request.for_experiment(Path(options.name).stem, experiment.usual_scale)
     with on_console(quiet=options.json):
         if options.dry_run:
             table = experiment.plan(request)
@@ -57,5 +53,5 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(outcome.content, indent=2))
     else:
         print(outcome.shown)
-        print(folder)
+        print(outcome.folder)
     return 1 if outcome.failures else 0

@@ -40,21 +40,22 @@ def load_experiment(name: str) -> Experiment:
     return getattr(importlib.import_module(place), attribute)
 
 
-def reproduce(experiment: Experiment | str, folder: Path | str, **asked: Any) -> Outcome:
+def reproduce(experiment: Experiment | str, folder: Path | str | None = None, **asked: Any) -> Outcome:
     """Run what is missing of an experiment and write its tables and figures; the same call goes on after a stop.
 
     Args:
         experiment: one of the paper's by name, the path of a file that defines ``experiment``, or an Experiment.
-        folder: where runs, results, tables and figures go.
-        asked: what else :class:`Request` has: ``scale``, ``seeds``, ``attention``, ``columns``, ``steps``, ``set``,
-            ``jobs``, ``shard``, ``train``, ``figures``, ``style``, ``join``, ``cluster``, ``cluster_options``,
-            ``command``; the options of the command, by the same names.
+        folder: where runs, results, tables and figures go; by default that of the command, ``runs/NAME-SCALE``, which
+            an Experiment without a name does not have.
+        asked: the other fields of :class:`Request`, which are the options of the command.
 
     Returns:
         The finished runs, what they measured, and why others failed.
     """
+    name = Path(experiment).stem if isinstance(experiment, str) else None
     wanted = load_experiment(experiment) if isinstance(experiment, str) else experiment
-    return wanted.perform(Request(Path(folder), **asked))
+    place = None if folder is None else Path(folder)
+    return wanted.perform(Request(place, **asked).for_experiment(name, wanted.usual_scale))
 
 
 __all__ = [

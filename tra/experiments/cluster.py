@@ -11,13 +11,13 @@ from tra import plugins
 from tra.errors import Interrupted
 from tra.experiments.cells import Cell
 from tra.experiments.local_jobs import report, run_cell, safe_path
+from tra.experiments.request import CLUSTERS
 from tra.files import write_json
 from tra.lookup import lookup
 from tra.progress import progress, say
 from tra.recipes import Recipe
 from tra.runs.memory import reuse_memory
 
-CLUSTERS = ("slurm", "local")
 SHARED_OPTIONS = (
     "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout",
 )  # fmt: skip

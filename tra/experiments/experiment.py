@@ -1,20 +1,16 @@
 """The contract of an experiment: which runs there are, and how they are shown."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tra import plugins
-from tra.attention import MECHANISMS
-from tra.attention.naming import mechanism_names
 from tra.experiments.cells import Cell, file_name
-from tra.experiments.grid import Grid
 from tra.experiments.request import Request
 from tra.experiments.rows import Row, as_row
 from tra.experiments.tuning import Tuning
 from tra.lookup import lookup
-from tra.recipes import Recipe, RecipeOf
+from tra.recipes import RecipeOf
 from tra.report.figures import measure_by_length
 from tra.report.records import Record, grouped
 from tra.report.tables import Table, comparison_tables
@@ -121,63 +117,6 @@ class Experiment:
     @property
     def usual_scale(self) -> str:
         return "small" if "small" in self.scales else next(iter(self.scales))
-
-    def chosen_rows(self, names: Sequence[str]) -> list[Row]:
-        """Those of these names, or of these mechanisms; a mechanism that is not among the rows becomes one."""
-        rows = [as_row(row) for row in self.rows]
-        if not names:
-            return rows
-        chosen: list[Row] = []
-        for name in names:
-            found = [row for row in rows if name == row.label] or [row for row in rows if name == row.attention]
-            if not found:
-                known = {**dict.fromkeys(row.label for row in rows), **plugins.every("MECHANISMS", MECHANISMS)}
-                for part in mechanism_names(name):
-                    lookup(known, part, "attention")
-            chosen += found or [Row(name)]
-        return list(dict.fromkeys(chosen))
-
-    def grid(self, request: Request) -> Grid:
-        """The runs of a request; whatever is wrong with it is raised."""
-        scale = request.scale or self.usual_scale
-        known = lookup(self.scales, scale, "scale")
-        here = replace(self, **self.at_scale.get(scale, {}))
-        columns = {name: lookup(known, name, "columns") for name in request.columns} or known
-        if here.tuning is not None and here.tuning.column in known and here.tuning.column not in columns:
-            raise ValueError(
-                f"columns must hold {here.tuning.column}, on which all are tuned, got {', '.join(columns)}"
-            )
-        if request.folder is None:
-            raise ValueError("folder must be given")
-        chosen = self.chosen_rows(request.attention)
-        if request.changes:
-            taken = {name for row in chosen for name in {**row.changes, **row.tuned}}
-            taken |= set(here.tuning.grid if here.tuning else ())
-            for name in request.changes:
-                if name in taken:
-                    raise ValueError(f"set must leave {name} alone: rows or tuning of this experiment decide on it")
-            columns = {name: _changed(recipe_of, request.changes) for name, recipe_of in columns.items()}
-        return Grid(
-            folder=request.folder,
-            scale=scale,
-            columns=columns,
-            rows=chosen,
-            every_row=list(map(as_row, here.rows)),
-            seeds=request.seeds or here.seeds,
-            tuning=here.tuning,
-            tuned_before=here.tuned.get(scale, ()),
-        )
-
-
-def _changed(recipe_of: RecipeOf, changes: Mapping[str, Any]) -> RecipeOf:
-    """The recipes of a column with other values of fields, measured at as many times the training length."""
-
-    def make(attention: str) -> Recipe:
-        usual = recipe_of(attention=attention)
-        changed = usual.changed(changes)
-        return changed if changed.length == usual.length else changed.measured_like(usual)
-
-    return make
 
 
 def _check_names(what: str, labels: Sequence[str]) -> None:

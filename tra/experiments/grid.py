@@ -5,8 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tra import plugins
+from tra.attention import MECHANISMS
+from tra.attention.naming import mechanism_names
 from tra.experiments.cells import Cell, Place, RunKey, below
-from tra.experiments.rows import Row, choice_label
+from tra.experiments.experiment import Experiment
+from tra.experiments.request import Request
+from tra.experiments.rows import Row, as_row, choice_label
 from tra.experiments.tuning import Tuning
 from tra.lookup import lookup
 from tra.recipes import Recipe, RecipeOf
@@ -32,6 +37,38 @@ class Grid:
     tuning: Tuning | None
     tuned_before: Collection[str]
     """Labels of rows whose settings the recipes have from earlier tuning."""
+
+    @classmethod
+    def of(cls, experiment: Experiment, request: Request) -> "Grid":
+        """The runs of a request; whatever is wrong with it is raised."""
+        scale = request.scale or experiment.usual_scale
+        known = lookup(experiment.scales, scale, "scale")
+        here = replace(experiment, **experiment.at_scale.get(scale, {}))
+        columns = {name: lookup(known, name, "columns") for name in request.columns} or known
+        if here.tuning is not None and here.tuning.column in known and here.tuning.column not in columns:
+            raise ValueError(
+                f"columns must hold {here.tuning.column}, on which all are tuned, got {', '.join(columns)}"
+            )
+        if request.folder is None:
+            raise ValueError("folder must be given")
+        rows = chosen_rows(experiment.rows, request.attention)
+        if request.changes:
+            taken = {name for row in rows for name in {**row.changes, **row.tuned}}
+            taken |= set(here.tuning.grid if here.tuning else ())
+            for name in request.changes:
+                if name in taken:
+                    raise ValueError(f"set must leave {name} alone: rows or tuning of this experiment decide on it")
+            columns = {name: _changed(recipe_of, request.changes) for name, recipe_of in columns.items()}
+        return cls(
+            folder=request.folder,
+            scale=scale,
+            columns=columns,
+            rows=rows,
+            every_row=list(map(as_row, here.rows)),
+            seeds=request.seeds or here.seeds,
+            tuning=here.tuning,
+            tuned_before=here.tuned.get(scale, ()),
+        )
 
     def __post_init__(self) -> None:
         if self.tuning is not None and set(self.tuning.seeds) & set(range(self.seeds)):
@@ -114,6 +151,33 @@ class Grid:
             if self.tunes(row.label)
             for choice in tried(Place(column, row.label))
         ]
+
+
+def chosen_rows(every: Sequence[Row | str], names: Sequence[str]) -> list[Row]:
+    """The rows of these names, or of these mechanisms; a mechanism that is not among the rows becomes one."""
+    rows = list(map(as_row, every))
+    if not names:
+        return rows
+    chosen: list[Row] = []
+    for name in names:
+        found = [row for row in rows if name == row.label] or [row for row in rows if name == row.attention]
+        if not found:
+            known = {**dict.fromkeys(row.label for row in rows), **plugins.every("MECHANISMS", MECHANISMS)}
+            for part in mechanism_names(name):
+                lookup(known, part, "attention")
+        chosen += found or [Row(name)]
+    return list(dict.fromkeys(chosen))
+
+
+def _changed(recipe_of: RecipeOf, changes: Mapping[str, Any]) -> RecipeOf:
+    """The recipes of a column with other values of fields, measured at as many times the training length."""
+
+    def make(attention: str) -> Recipe:
+        usual = recipe_of(attention=attention)
+        changed = usual.changed(changes)
+        return changed if changed.length == usual.length else changed.measured_like(usual)
+
+    return make
 
 
 def _shortened(recipe: Recipe, share: float) -> Recipe:

@@ -181,7 +181,7 @@ def _measured(results: Sequence[Result]) -> str:
     """The measure on each set, length by length."""
     sets: dict[str, list[str]] = {}
     for result in results:
-        sets.setdefault(result.place, []).append(f"{result.value:.3g} at {result.length:,}")
+        sets.setdefault(result.set_label, []).append(f"{result.value:.3g} at {result.length:,}")
     return "\n".join(f"{place}: {', '.join(values)}" for place, values in sets.items())
 
 

@@ -119,7 +119,7 @@ def report(cell: Cell, seconds: float, how_it_ended: str) -> None:
     """Say what came of a run that has ended; why it failed is written down if it was not."""
     results, reason = cell.results(), cell.run.failure()
     if results is not None:
-        values = "  ".join(f"{result.place}@{result.length} {result.value:.2f}" for result in results)
+        values = "  ".join(f"{result.set_label}@{result.length} {result.value:.2f}" for result in results)
         say(f"{cell.label}: {values} ({seconds:.0f} s)")
         return
     if reason is None:

@@ -29,6 +29,7 @@ from tra.report.figures import save_figure, styled
 from tra.report.report_page import as_svg, report_html
 from tra.report.tables import Table, comparison_csv, latex, markdown
 from tra.runs.folder import DIVERGED
+from tra.tasks import Result
 
 
 class Wanted(NamedTuple):
@@ -45,7 +46,7 @@ class Wanted(NamedTuple):
 
 def wanted_runs(experiment: Experiment, request: Request) -> Wanted:
     """What a request comes to; whatever is wrong with it is raised."""
-    grid = experiment.grid(request)
+    grid = Grid.of(experiment, request)
     joined = read_results(request.join, grid)
     search = Search(grid, joined.tuning)
     _ = search.expected  # raises what is wrong with the grid of tuning
@@ -58,37 +59,27 @@ def wanted_runs(experiment: Experiment, request: Request) -> Wanted:
 def perform(experiment: Experiment, request: Request) -> Outcome:
     """Run what is missing of this shard, tuning first, then write tables and figures from what is finished."""
     began, started = datetime.now(UTC), time.monotonic()
-    grid, search, cells, joined = wanted_runs(experiment, request)
+    wanted = wanted_runs(experiment, request)
+    grid, joined, page = wanted.grid, wanted.joined, wanted.grid.folder / experiment.report_file
     grid.folder.mkdir(parents=True, exist_ok=True)
-    page = grid.folder / experiment.report_file
-    trained = 0
-    spoilt: dict[FailureKey, str] = {}
-    while tries := search.next():
-        waited_for = _run(part_of(tries, *request.shard), request, grid, page)
-        found = _tuning_so_far(tries)
-        trained += len(waited_for & found.finished)
-        spoilt |= found.failures
-        search.tell(found.losses)
-        if found.left and request.train:
-            if request.shard.of == 1:
-                raise RunError(f"tuning in {grid.folder} is not finished")
-            say(f"{found.left} of {len(tries)} runs of tuning are left to other machines")
-            tables = tuning_tables(grid.tuning, search.evidence())
-            return Outcome([], [], _labelled(spoilt), grid.folder, markdown(tables))
-    evidence = joined.tuning | search.evidence()
-    cells = _tuned(cells, grid, evidence, request.train)
-    joined.records = as_tuned(joined.records, grid, evidence)
+    tuned = _tune(wanted, request, page)
+    if tuned.left:
+        say(f"{tuned.left} of {tuned.tried} runs of tuning are left to other machines")
+        shown = markdown(tuning_tables(grid.tuning, tuned.evidence))
+        return Outcome([], [], _labelled(tuned.failures), grid.folder, shown)
+    cells = _with_chosen_settings(wanted.cells, grid, tuned.evidence, request.train)
+    joined.records = as_tuned(joined.records, grid, tuned.evidence)
     _check_runs_here([cell for cell in cells if grid.tuned_on(cell.place) in joined.tuning])
     # Divided among machines before anything is left out, so that all divide alike whatever each of them joins.
     mine = [cell for cell in part_of(cells, *request.shard) if cell.key not in joined.records]
     waited_for = _run(mine, request, grid, page)
     with FileLock(grid.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         states = read_runs(cells)
-        trained += len(waited_for & states.finished.keys())
-        here, file = Results.of_runs(states), grid.folder / experiment.results_file
-        here.failures = spoilt | here.failures
-        here.tuning = evidence
-        here.sessions = stored_sessions(file)
+        here = Results.of_runs(states)
+        here.failures = tuned.failures | here.failures
+        here.tuning = tuned.evidence
+        here.sessions = stored_sessions(grid.folder / experiment.results_file)
+        trained = tuned.trained + len(waited_for & states.finished.keys())
         if trained:
             seconds = round(time.monotonic() - started, 1)
             here.sessions.append(Session(request.command, began.isoformat(), trained, seconds, environment()))
@@ -97,28 +88,41 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
             reason = next(iter(results.failures.values()), "")
             raise RunError(f"no run in {grid.folder} is finished" + (f": {reason}" if reason else ""))
         results.recipes = first_recipes(cells) | results.recipes
-        outcome = Outcome(
-            list(states.finished),
-            results.every_record(),
-            _labelled(results.failures),
-            grid.folder,
-            content=_content(grid, len(cells), results),
-        )
-        tuning = tuning_tables(grid.tuning, {place: evidence[place] for place in grid.places if place in evidence})
-        shown = _show(experiment, outcome, tuning, request)
-        write_json(file, outcome.content)
-        write_explorers(list(states.finished))
-        own = {
-            cell: states.finished.get(cell)
-            for cell in cells
-            if cell in states.finished or cell.key not in joined.records
-        }
-        report = final_report(grid, own, results, len(cells), shown.tables, tuning, shown.figures)
-        write_text(page, report_html(report))
-    return replace(outcome, shown=shown.text)
+        return _write(experiment, request, wanted._replace(cells=cells), states.finished, results)
 
 
-def _tuned(cells: Sequence[Cell], grid: Grid, evidence: Mapping[Place, Evidence], train: bool) -> list[Cell]:
+class _Tuned(NamedTuple):
+    """What tuning has come to."""
+
+    evidence: dict[Place, Evidence]
+    failures: dict[FailureKey, str]
+    trained: int
+    left: int
+    """Runs of the last ``tried`` that other machines have to finish before anything is reported."""
+    tried: int
+
+
+def _tune(wanted: Wanted, request: Request, page: Path) -> _Tuned:
+    """Run what tuning tries, round by round, as far as other machines allow."""
+    search, trained, tried = wanted.search, 0, 0
+    failures: dict[FailureKey, str] = {}
+    while tries := search.next():
+        waited_for = _run(part_of(tries, *request.shard), request, wanted.grid, page)
+        found = _tuning_so_far(tries)
+        tried = len(tries)
+        trained += len(waited_for & found.finished)
+        failures |= found.failures
+        search.tell(found.losses)
+        if found.left and request.train:
+            if request.shard.of == 1:
+                raise RunError(f"tuning in {wanted.grid.folder} is not finished")
+            return _Tuned(search.evidence(), failures, trained, found.left, tried)
+    return _Tuned(wanted.joined.tuning | search.evidence(), failures, trained, 0, tried)
+
+
+def _with_chosen_settings(
+    cells: Sequence[Cell], grid: Grid, evidence: Mapping[Place, Evidence], train: bool
+) -> list[Cell]:
     """The runs to report: with the settings that tuning chose and, where it could not tell two apart, with the others
     too. A row whose tuning failed is left out: it is reported so, and stops no other."""
     found = []
@@ -131,6 +135,33 @@ def _tuned(cells: Sequence[Cell], grid: Grid, evidence: Mapping[Place, Evidence]
         if known.second is not None:
             found.append(cell.second(known.second))
     return found
+
+
+def _write(
+    experiment: Experiment,
+    request: Request,
+    wanted: Wanted,
+    finished: Mapping[Cell, Sequence[Result]],
+    results: Results,
+) -> Outcome:
+    """Tables, figures, `results.json`, the explorers of runs that are here, and the page."""
+    grid, cells = wanted.grid, wanted.cells
+    outcome = Outcome(
+        list(finished),
+        results.every_record(),
+        _labelled(results.failures),
+        grid.folder,
+        content=_content(grid, len(cells), results),
+    )
+    evidence = {place: results.tuning[place] for place in grid.places if place in results.tuning}
+    tuning = tuning_tables(grid.tuning, evidence)
+    shown = _show(experiment, outcome, tuning, request)
+    write_json(grid.folder / experiment.results_file, outcome.content)
+    write_explorers(list(finished))
+    own = {cell: finished.get(cell) for cell in cells if cell in finished or cell.key not in wanted.joined.records}
+    report = final_report(grid, own, results, len(cells), shown.tables, tuning, shown.figures)
+    write_text(grid.folder / experiment.report_file, report_html(report))
+    return replace(outcome, shown=shown.text)
 
 
 def _run(mine: Sequence[Cell], request: Request, grid: Grid, page: Path) -> set[Cell]:

@@ -1,13 +1,14 @@
 """What is asked of an experiment: one object for the command, for Python and for clusters."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tyro
 
-from tra.experiments.cluster import CLUSTERS
+from tra.experiments.cells import file_name
+from tra.experiments.rows import settings_words
 from tra.lookup import lookup
 from tra.report.figures import FORMATS, styled
 
@@ -30,6 +31,7 @@ class Shard(NamedTuple):
 
 
 WHOLE = Shard(1, 1)
+CLUSTERS = ("slurm", "local")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Request:
     """What is asked of an experiment, besides what it says itself. The command has an option for each field."""
 
     folder: Annotated[Path | None, tyro.conf.arg(name="output")] = None
-    """Folder to work in; runs/NAME-SCALE by default."""
+    """Folder to work in; runs/NAME-SCALE by default, with what --set and --steps change."""
     scale: str | None = None
     """smoke (seconds), small (two cores, hours) or paper (GPUs), or whatever scales a file has; small by default."""
     seeds: int | None = None
@@ -100,6 +102,14 @@ class Request:
             lookup(dict.fromkeys(CLUSTERS), self.cluster, "cluster")
         with styled(self.style):
             pass  # a wrong one is found before anything is trained
+
+    def for_experiment(self, name: str | None, usual_scale: str) -> "Request":
+        """The same with the scale, and the folder of an experiment that has a name, where they were left open."""
+        scale = self.scale or usual_scale
+        if self.folder is not None or name is None:
+            return replace(self, scale=scale)
+        folder = Path("runs") / file_name("-".join([name, scale, *settings_words(self.changes)]))
+        return replace(self, scale=scale, folder=folder)
 
     @property
     def changes(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def _sentence(records: Sequence[Record]) -> str:
     alike = [record for record in side_by_side if record.result.length == longest]
     alike = [record for record in alike if stands_for_column(record, alike)]
     title = measure.titles[measure.measure]
-    sets = list(dict.fromkeys(record.result.place for record in alike))
+    sets = list(dict.fromkeys(record.result.set_label for record in alike))
     where = f"At {longest:,} {unit}, {_times(longest, trained)}"
     where += f" (mean of {', '.join(sets)}): " if len(sets) > 1 and measure.averages else ": "
     rows = grouped(alike, lambda record: record.row)

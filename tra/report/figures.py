@@ -48,7 +48,7 @@ def measure_by_length(records: Sequence[Record], title: str = "") -> Figure:
     if len({record.row for record in records}) > MOST_LINES:
         return small_multiples(records, title)
     measure = type(records[0].result)
-    panels_of = grouped(records, lambda record: record.result.place)
+    panels_of = grouped(records, lambda record: record.result.set_label)
     figure = Figure(figsize=(4.2 * len(panels_of) + 1.6, 4.4), layout="constrained")
     panels = figure.subplots(1, len(panels_of), sharey=True, squeeze=False)[0]
     for panel, (place, mine) in zip(panels, panels_of.items(), strict=True):
@@ -69,7 +69,7 @@ def small_multiples(records: Sequence[Record], title: str = "") -> Figure:
     down = math.ceil(len(rows) / across)
     figure = Figure(figsize=(2.4 * across + 1.4, 2.2 * down + 0.6), layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    every = {row: _lines(some, lambda record: record.result.place) for row, some in rows.items()}
+    every = {row: _lines(some, lambda record: record.result.set_label) for row, some in rows.items()}
     for panel, (row, lines) in zip(panels.flat, every.items(), strict=False):
         for other in every.values():
             for points in other.values():

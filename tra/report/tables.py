@@ -274,7 +274,7 @@ def cell(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float,
 
 def interval_of(records: Sequence[Record], field: str) -> tuple[float, float] | None:
     """The 95% interval of records of one row: of one place, or of several that are averaged."""
-    places = grouped(records, lambda record: (record.column, record.result.place, record.result.length))
+    places = grouped(records, lambda record: (record.column, record.result.set_label, record.result.length))
     return interval(
         [[record.result for record in sorted(some, key=lambda record: record.seed)] for some in places.values()], field
     )
@@ -339,10 +339,10 @@ def by_length_table(records: Sequence[Record]) -> Table:
     measure = type(records[0].result)
     cells = {
         key: cell(some, measure.measure, digits=3)
-        for key, some in grouped(records, lambda one: (one.row, (one.result.place, one.result.length))).items()
+        for key, some in grouped(records, lambda one: (one.row, (one.result.set_label, one.result.length))).items()
     }
     best = _best({key: mean for key, (mean, _) in cells.items()}, measure.higher_is_better)
-    kinds = list(grouped(records, lambda record: (record.row, record.result.place)))
+    kinds = list(grouped(records, lambda record: (record.row, record.result.set_label)))
     rows = [
         [row, place, *(cells.get((row, (place, length)), (0.0, ""))[1] for length in lengths)] for row, place in kinds
     ]
@@ -350,7 +350,7 @@ def by_length_table(records: Sequence[Record]) -> Table:
         (y, x) for y, (row, place) in enumerate(kinds) for x, at in enumerate(lengths, 2) if (row, (place, at)) in best
     }
     counted = _sequences(records, lambda record: f"{record.result.length:,}")
-    sets = len({record.result.place for record in records})
+    sets = len({record.result.set_label for record in records})
     headings = [f"{length:,}" for length in lengths]
     rows.append([TEST_SEQUENCES, "all sets" if sets > 1 else "", *(counted[name] for name in headings)])
     return Table(["attention", "set", *headings], rows, best=frozenset(marked), words=2)
@@ -365,7 +365,7 @@ def comparison_csv(records: Sequence[Record]) -> str:
     for measure, alike in grouped(records, lambda record: type(record.result)).items():
         for field in measure.titles:
             for (column, place, length, row), some in grouped(
-                alike, lambda record: (record.column, record.result.place, record.result.length, record.row)
+                alike, lambda record: (record.column, record.result.set_label, record.result.length, record.row)
             ).items():
                 values = [getattr(record.result, field) for record in some]
                 mean, deviation = spread(values)

@@ -98,7 +98,7 @@ def measure_all(model: Decoder, task: Task, evaluations: Sequence[Evaluation], l
             results.append(measure(model, task, evaluation))
             update(done, **{task.measure.measure: results[-1].value})
             if done == len(evaluations) or evaluations[done].length != evaluation.length:
-                values = "  ".join(f"{result.place} {result.value:.3f}" for result in results[told:])
+                values = "  ".join(f"{result.set_label} {result.value:.3f}" for result in results[told:])
                 told = done
                 title = task.measure.titles[task.measure.measure]
                 say(f"{label:>6} at {evaluation.length:>6,} {task.unit}, {title}:  {values}")

@@ -14,7 +14,7 @@ BEFORE = "validation/"
 def as_metrics(results: Sequence[Result], before: str = BEFORE) -> dict[str, float]:
     """Every measure of every set, and its mean over the sets, by the names that logs and trackers use."""
     single = {
-        f"{before}{result.place}@{result.length}/{name}": value
+        f"{before}{result.set_label}@{result.length}/{name}": value
         for result in results
         for name, value in result.measures().items()
     }

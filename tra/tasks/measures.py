@@ -74,7 +74,7 @@ class Result(ABC):
         return getattr(self, self.measure)
 
     @property
-    def place(self) -> str:
+    def set_label(self) -> str:
         """The set, with the stride of sliding windows."""
         return self.set + (f" (stride {self.stride})" if self.stride else "")
 
