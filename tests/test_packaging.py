@@ -52,9 +52,27 @@ def tags_of(wheel: zipfile.ZipFile) -> list[str]:
     return re.findall("^Tag: (.*)$", wheel.read(metadata).decode(), re.MULTILINE)
 
 
-def test_one_wheel_serves_every_python_3_and_is_built_without_importing_torch(sources: Path) -> None:
+COMPILER = """#!/bin/sh
+for word in "$@"; do case "$word" in -I*) test -e "${word#-I}/torch/csrc/stable/library.h" && found=1; esac; done
+case "$*" in *" -c "*) test "$found" || { echo "no headers of torch" >&2; exit 1; }; esac
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+"""
+
+
+@pytest.fixture
+def compiler(sources: Path) -> dict[str, str]:
+    """One that makes empty files, and looks for the headers that sources need: `make test` has built them already."""
+    file = sources / "compiler"
+    file.write_text(COMPILER)
+    file.chmod(0o755)
+    return {"CC": str(file), "CXX": str(file)}
+
+
+def test_one_wheel_serves_every_python_3_and_is_built_without_importing_torch(
+    sources: Path, compiler: dict[str, str]
+) -> None:
     (sources / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
-    wheel = wheel_of(sources)
+    wheel = wheel_of(sources, **compiler)
     variants = ["avx2", "avx512", "generic"] if platform.machine() == "x86_64" else ["generic"]
     built = sorted(name for name in wheel.namelist() if name.endswith(".so"))
     assert built == [f"{KERNELS}{variant}.so" for variant in variants]
@@ -104,19 +122,10 @@ print(json.dumps([[str(w.message) for w in caught], refusal, cpu.about(), same, 
     assert same
 
 
-COMPILER = """#!/bin/sh
-while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the processor does not say what it has")
-def test_for_this_machine_alone_only_the_variant_that_it_runs_is_built(sources: Path) -> None:
-    """By a compiler that makes empty files."""
-    compiler = sources / "compiler"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
+def test_for_this_machine_alone_only_the_variant_that_it_runs_is_built(sources: Path, compiler: dict[str, str]) -> None:
     for asked, expected in (("native", [cpu.variant]), ("", sorted(cpu.VARIANTS))):
-        set_up(sources, "build_ext", "--inplace", "--force", CC=str(compiler), CXX=str(compiler), TRA_VARIANTS=asked)
+        set_up(sources, "build_ext", "--inplace", "--force", TRA_VARIANTS=asked, **compiler)
         built = sorted(file.stem.removeprefix("_kernel_") for file in (sources / "tra").rglob("_kernel_*.so"))
         assert built == (expected if platform.machine() == "x86_64" else ["generic"])
 

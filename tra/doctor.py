@@ -105,7 +105,7 @@ def _judged(name: str, dtype: torch.dtype, implementation: Any, impl: str) -> It
         inputs, options, _ = trust.problem(kind, dtype)
         reason = implementation.refusal(inputs, options)
         if reason is None:
-            verdicts.append(trust.judge(kind, dtype, lambda *given: _computed(implementation, *given)))
+            verdicts.append(trust.compare_with_reference(kind, dtype, lambda *given: _computed(implementation, *given)))
         else:
             yield Finding(f"{name}, {kind}", "refused", f"impl {impl!r} {reason}")
     yield _told(name, dtype, verdicts)

@@ -1,7 +1,7 @@
 """The grid of runs: an experiment as a request wants it, with everything decided that either left open."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Grid:
     tuning: Tuning | None
     tuned_before: Collection[str]
     """Labels of rows whose settings the recipes have from earlier tuning."""
+    _built: dict[RunKey, Recipe] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, experiment: Experiment, request: Request) -> "Grid":
@@ -85,17 +86,24 @@ class Grid:
         something."""
         return [RunKey(*place, seed) for seed in range(self.seeds) for place in self.places]
 
+    def recipe(self, column: str, row: Row, seed: int) -> Recipe:
+        """A column's recipe as a row has it, built once: every round of tuning starts from it."""
+        key = RunKey(column, row.label, seed)
+        if key not in self._built:
+            self._built[key] = row.recipe(self.columns[column], seed)
+        return self._built[key]
+
     def cells(self) -> list[Cell]:
         """The same as runs, before anything is tuned."""
         first = [
             Cell(
                 column,
                 row.label,
-                row.recipe(recipe_of, 0),
+                self.recipe(column, row, 0),
                 below(self.folder / RUNS, column, row.label, "0"),
                 tuned=row.label in self.tuned_before,
             )
-            for column, recipe_of in self.columns.items()
+            for column in self.columns
             for row in self.rows
         ]
         others = [
@@ -131,22 +139,23 @@ class Grid:
         tuning = self.tuning
         if tuning is None:
             return []
-        columns = self.columns
+        columns = list(self.columns)
         if tuning.column is not None:
-            columns = {tuning.column: lookup(columns, tuning.column, "column")}
+            lookup(self.columns, tuning.column, "column")
+            columns = [tuning.column]
         tried, (share, _) = choices or self.choices, tuning.rounds[index]
         part = [] if share == 1.0 else [f"{share:g} of the steps"]
         return [
             Cell(
                 column,
                 row.label,
-                _shortened(row.recipe(recipe_of, seed).changed(choice), share),
+                _shortened(self.recipe(column, row, seed).changed(choice), share),
                 below(self.folder / TUNING, column, row.label, *part, choice_label(choice), str(seed)),
                 choice=choice,
                 share=share,
             )
             for seed in (tuning.seeds_of(index) if seeds is None else seeds)
-            for column, recipe_of in columns.items()
+            for column in columns
             for row in self.rows
             if self.tunes(row.label)
             for choice in tried(Place(column, row.label))

@@ -252,10 +252,9 @@ def test_a_score_that_is_not_kept_may_lie_beyond_the_bound(impl: str, queries: i
     key[0, 0, 0] = 5.0
     late = query[:, :, -min(queries, 10) :], key, value, gate[:, :, -min(queries, 10) :]
     assert threshold_relative_attention(*late, score_bound=8.0, impl=impl).isfinite().all()
-    if impl == "triton":
-        return
-    with pytest.raises(ValueError, match=MESSAGE):
-        threshold_relative_attention(*late, score_bound=8.0, tolerance=0.0, impl=impl)
+    if impl != "triton":  # which does not look: the answer would stall a GPU
+        with pytest.raises(ValueError, match=MESSAGE):
+            threshold_relative_attention(*late, score_bound=8.0, tolerance=0.0, impl=impl)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

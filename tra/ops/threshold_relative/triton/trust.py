@@ -69,14 +69,14 @@ def distrust(device: torch.device, dtype: torch.dtype, kinds: tuple[str, ...]) -
 
 def examine(device: torch.device, dtype: torch.dtype, kind: str) -> Verdict:
     """Let a kernel compute its problem and compare."""
-    return judge(kind, dtype, partial(_kernels, device))
+    return compare_with_reference(kind, dtype, partial(_kernels, device))
 
 
 Compute = Callable[[Inputs, Options, Tensor, bool], dict[str, Tensor]]
 """From a problem, with whether gradients are wanted: the output, and the gradients by their names."""
 
 
-def judge(kind: str, dtype: torch.dtype, compute: Compute) -> Verdict:
+def compare_with_reference(kind: str, dtype: torch.dtype, compute: Compute) -> Verdict:
     """What a computation of the problem of that kind is worth."""
     name = str(dtype).removeprefix("torch.")
     nowhere = float("nan")

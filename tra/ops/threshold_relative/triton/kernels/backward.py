@@ -14,10 +14,10 @@ from tra.ops.threshold_relative.triton.kernels.walk import (
     load_length,
     load_rows,
     load_threshold,
-    meet_keys,
     meet_rows,
     product,
     rows_left,
+    score_keys,
     score_tile,
     steps_until,
     store_rows,
@@ -101,7 +101,7 @@ def walk_backward(
     while (block >= until) & (left > 0):
         steps = steps_until(block, until, walked)
         for step in tl.range(0, steps):
-            key, k, visible, score, keep, distance = meet_keys(
+            key, k, visible, score, keep, distance = score_keys(
                 block - step, q, count, position, segment, later,
                 k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, length, scale, threshold,
                 N, WIDTH, D, HAS_MASK, HAS_SEGMENTS, CAREFUL,

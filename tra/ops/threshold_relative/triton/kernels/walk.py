@@ -183,7 +183,7 @@ def steps_until(block, until, walked):
 
 
 @triton.jit
-def meet_keys(
+def score_keys(
     block, q, count, position, segment, later, k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, length,
     scale, threshold,
     N: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
@@ -215,7 +215,7 @@ def walk_forward(
     while (block >= until) & (left > 0):
         steps = steps_until(block, until, walked)
         for step in tl.range(0, steps):
-            key, _k, visible, score, keep, distance = meet_keys(
+            key, _k, visible, score, keep, distance = score_keys(
                 block - step, q, count, position, segment, later,
                 k_ptr, mask_ptr, segment_ptr, k_stride, batch, keys, length, scale, threshold,
                 N, WIDTH, D, HAS_MASK, HAS_SEGMENTS, CAREFUL,
