@@ -34,12 +34,11 @@ FSDP += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]  # o
 @pytest.mark.parametrize(
     "launcher, one, two",
     [
-        (TORCHRUN, {}, {}),
         (TORCHRUN, {}, {"accumulate": 2, "gradient_checkpointing": True}),
         # In pieces, so that low precision rounds the same sums.
         (FSDP, {"precision": "bf16", "accumulate": 2}, {"precision": "bf16"}),
     ],
-    ids=["replicas", "replicas that save memory", "shards in low precision"],
+    ids=["replicas that save memory", "shards in low precision"],
 )
 def test_two_processes_give_the_weights_of_one(
     tmp_path: Path, launcher: list[str], one: dict[str, Any], two: dict[str, Any]

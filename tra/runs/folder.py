@@ -1,11 +1,10 @@
 """A run's folder: what its files are called, what they hold, and who may write them."""
 
-import errno
 import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,11 +16,12 @@ from filelock import FileLock, Timeout
 from tra import plugins
 from tra.environment import best_device, environment, environment_of_run
 from tra.errors import RunError
-from tra.files import opened, read_json, read_text, remove_partial, write_json, write_text
+from tra.files import read_json, read_text, remove_partial, write_json, write_text
 from tra.lookup import lookup
 from tra.model import Decoder
 from tra.recipes import Recipe
 from tra.runs.checkpoint import Checkpoint, Checkpoints, fitting
+from tra.runs.log import Log, log_entries
 from tra.runs.schedule import learning_rate
 from tra.runs.validation import BEFORE, Watched, watch
 from tra.tasks import ReadsText, Result, Task
@@ -285,14 +285,14 @@ class Run:
         needed = plugins.versions(self.recipe.plugins)
         write_json(path, [*earlier, {"from_step": step, **environment_of_run(needed)}])
 
-    def log(self, first: int, active: bool = True) -> "Log":
+    def log(self, first: int, active: bool = True) -> Log:
         """The log of metrics, for a run that goes on after step ``first``; an inactive one writes nothing."""
         return Log(self.folder / METRICS, first, active, self.checkpoints.describe_last)
 
     def metrics(self) -> list[dict[str, Any]]:
         """What was logged: a dict for each line, with step, loss, norm of the gradient, learning rate, tokens per
         second and, where the run validated, every measure of validation."""
-        return [entry for _, entry in _entries(self.folder / METRICS)]
+        return [entry for _, entry in log_entries(self.folder / METRICS)]
 
     def steps_done(self) -> int:
         """Steps that have been logged so far."""
@@ -403,60 +403,5 @@ def load_run(folder: Path | str) -> Run:
     return run
 
 
-class Log:
-    """JSON lines. Lines after the step that a run resumes from are taken out: it will write them again."""
-
-    def __init__(self, path: Path, first: int, active: bool, describe_last: Any) -> None:
-        self.path, self.active, self.describe_last = path, active, describe_last
-        if active:
-            kept = ""
-            # A damaged line after the step is of no matter: it will be written again, too.
-            for line, entry in _entries(path) if first > 0 else ():
-                kept += line if entry["step"] <= first else ""
-                if entry["step"] >= first:
-                    break
-            if not path.exists() or path.read_bytes() != kept.encode():
-                write_text(path, kept)
-            # Unbuffered: after a failed write nothing is left that closing would try to write again.
-            self.file = open(path, "ab", buffering=0)
-
-    def write(self, entry: Mapping[str, float]) -> None:
-        if not self.active:
-            return
-        try:
-            line = json.dumps(entry).encode() + b"\n"
-            if self.file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise RunError(
-                f"could not write step {entry['step']} to {self.path}: {error}; {self.describe_last()}"
-            ) from error
-
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.active:
-            self.file.close()
-
-
 def _same_rate(one: Recipe, other: Recipe, step: int) -> bool:
     return learning_rate(one, step) == learning_rate(other, step)
-
-
-def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each whole line of a log, and what it says. A RunError names one that is damaged."""
-    if not path.exists():
-        return
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                entry = json.loads(line.decode())
-                damaged = type(entry["step"]) is not int
-            except (KeyError, RecursionError, TypeError, ValueError):
-                damaged = True
-            if damaged:
-                raise RunError(f"line {number} of {path} is damaged: mend it, or take it out")
-            yield line.decode(), entry
