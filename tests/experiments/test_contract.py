@@ -75,7 +75,7 @@ def test_they_are_two_rows_of_every_table(tmp_path: Path) -> None:
     rows = (Row("rope", {"theta": 100}), Row("rope", {"theta": 1e6}, name="RoPE, far"))
     outcome = of_flip_flop(rows=rows).perform(Request(tmp_path, "smoke"))
     for line in ("| rope theta=100 |", "| RoPE, far |"):
-        assert outcome.shown.count(f"\n{line}") == 3
+        assert outcome.shown.count(f"\n{line}") == 4  # the last of token accuracy, because no sequence is right
     assert {row["attention"] for row in content_of(tmp_path)["results"]} == {"rope theta=100", "RoPE, far"}
     losses = {record.row: record.result.loss for record in outcome.records if record.result.length == 16}
     assert losses["rope theta=100"] != losses["RoPE, far"]
