@@ -14,6 +14,7 @@ from tests.faults import full_disk
 from tests.report.measured import matches, perplexities
 from tra.report import figures, save_figure
 from tra.report.figures import (
+    MEASURES,
     attention_heatmap,
     heatmap_values,
     measure_by_length,
@@ -293,6 +294,14 @@ def test_losses_and_validation_of_runs_lie_over_each_other() -> None:
     low, high = figure.axes[2].get_ylim()
     assert low < 0
     assert high > 1, "a line at 1 lies clear of the edge"
+
+
+def test_every_measure_that_training_logs_has_a_panel() -> None:
+    entry = dict.fromkeys(MEASURES, 0.5) | {"step": 1, "gradient_norm": 3.0}
+    figure = measures_by_step([("tra", [entry])])
+    shown = [panel for panel in figure.axes if panel.axison]
+    assert [panel.get_ylabel() for panel in shown] == [name.replace("_", " ") for name in MEASURES]
+    assert {"learning rate", "tokens per second", "validation/token accuracy"} <= {x.get_ylabel() for x in shown}
 
 
 def test_lines_at_0_and_1_lie_clear_of_the_axes() -> None:

@@ -223,8 +223,20 @@ def _with_legend(figure: Figure, panel: Axes, title: str) -> Figure:
     return figure
 
 
+MEASURES = {
+    "loss": "log",
+    "validation/loss": "log",
+    "validation/exact_match": "share",
+    "validation/token_accuracy": "share",
+    "validation/perplexity": "log",
+    "learning_rate": "linear",
+    "tokens_per_second": "linear",
+}
+"""What training logs, and the scale on which it is drawn."""
+
+
 def measures_by_step(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], title: str = "") -> Figure:
-    """The training loss of several runs against steps in one panel, and in others what validation measured.
+    """Training loss, validation, learning rate and speed of several runs against steps, a panel for each.
 
     Args:
         runs: the row of each run, and its metrics. Runs of one row have one colour.
@@ -232,12 +244,13 @@ def measures_by_step(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], ti
     """
     rows = list(dict.fromkeys(row for row, _ in runs))
     named = {name for _, metrics in runs for entry in metrics for name in entry}
-    wanted = ("loss", "validation/loss", "validation/exact_match", "validation/perplexity")
-    shown = [name for name in wanted if name in named]
-    figure = Figure(figsize=(4.6 * max(1, len(shown)) + 1.6, 4.0), layout="constrained")
-    panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
+    shown = {name: scale for name, scale in MEASURES.items() if name in named}
+    across = min(3, max(1, len(shown)))
+    down = max(1, math.ceil(len(shown) / across))
+    figure = Figure(figsize=(4.6 * across + 1.6, 4.0 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flatten()
     colours = _colours(len(rows))
-    for panel, name in zip(panels, shown, strict=False):
+    for panel, (name, scale) in zip(panels, shown.items(), strict=False):
         told: set[str] = set()
         for row, metrics in runs:
             points = [(entry["step"], entry[name]) for entry in metrics if math.isfinite(entry.get(name, math.nan))]
@@ -247,11 +260,13 @@ def measures_by_step(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], ti
                 panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.2, alpha=0.8, label=label)
                 told.add(row)
         panel.set(xlabel="step", ylabel=name.replace("_", " "))
-        if name.endswith("exact_match"):
+        if scale == "share":
             panel.set_ylim(-0.04, 1.04)
         else:
-            panel.set_yscale("log")
+            panel.set_yscale(scale)
         panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[len(shown) :]:
+        panel.set_axis_off()
     return _with_legend(figure, panels[0], title) if shown else figure
 
 
