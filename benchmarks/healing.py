@@ -1,11 +1,16 @@
-"""TRA in a pretrained model: what a small Llama keeps of its perplexity at once and after a short training.
+"""TRA in a pretrained model: what a small Llama keeps at once and after a short training, and what it can still find.
 
-    python benchmarks/healing.py --data DATA --work WORK [--seeds 3] [--budgets 0 100] [--settings NAME ...]
+    python benchmarks/healing.py --data DATA --work WORK [--seeds 3] [--steps 0 200] [--settings NAME ...]
+    python benchmarks/healing.py --data DATA --work WORK --choices
+    python benchmarks/healing.py --work WORK --table FOLDER
 
-A Llama is trained with RoPE on short windows of WikiText-2 (DATA holds train.txt and valid.txt). Each setting changes
-it, trains it for each budget of steps, and is measured on validation text at several lengths, and on passages that
-occur twice. Every measurement is added to WORK/results.jsonl, and what is there already is not done again. `--table`
-writes the table and results.json to a folder.
+A Llama is trained with RoPE on short windows of WikiText-2 (DATA holds train.txt, valid.txt and test.txt); a quarter of
+the windows end with the passage that they begin with, so that it learns to use what it has read. Each setting changes
+the model and trains it for some more steps on the same windows. Measured are the perplexity of the whole validation
+text at several lengths, that of passages that occur a second time, and, after a fine-tuning on short texts, how often a
+key of three digits is found in a long one. `--choices` compares options of `adopt` on the test text, so that defaults
+are not chosen on what is reported. Every measurement is added to WORK/results.jsonl, and what is there already is not
+done again. `--table` writes what was measured and the tables to a folder.
 """
 
 import argparse
@@ -13,7 +18,8 @@ import copy
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +35,21 @@ from tra.hub.adoption import TraGates
 
 WINDOW = 128
 """Tokens of a training window; nothing longer is ever trained on."""
-VOCABULARY, BATCH, PRETRAINING = 4096, 8, 1200
-RATE = 1e-3
+VOCABULARY, BATCH, PRETRAINING, FINE_TUNING = 2048, 8, 1500, 300
+KEYS = 10
+ASK, FIRST_KEY = VOCABULARY - KEYS - 1, VOCABULARY - KEYS
+"""The last tokens are in no text: the keys, and what asks for the one that a text holds."""
+PRETRAINING_RATE, RATE = 3e-3, 1e-3
 LENGTHS = (128, 1024, 4096)
-MEASURED = 32_768
-"""Tokens of validation text, from its beginning."""
-GAPS = (64, 512)
+"""Perplexity is that of tokens up to each of these places in windows of the greatest, from the one before on."""
+GAPS = (64, 2048)
 PASSAGE, PASSAGES = 64, 32
+KEY_TEXTS = {128: 200, 1024: 100, 4096: 50}
+"""How many texts with a key are read at each length."""
+FINE_TUNED = 200
+"""The healing after which models are tuned to find keys."""
+CHOSEN_ON = 65_536
+"""Tokens of the test text that choices are compared on."""
 
 
 def as_it_is(model: Any) -> Any:
@@ -82,31 +96,52 @@ def _with_weights(new: Any, old: Any) -> Any:
     return new
 
 
+def tra(model: Any, **options: Any) -> Any:
+    return adopt(model, **options)
+
+
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     "RoPE": as_it_is,
     "YaRN": yarn,
     "sliding window of 128": window,
     "positions dropped (DroPE)": without_positions,
     "RoPE and fixed decay (ALiBi's slopes)": fixed_decay,
-    "TRA, every key kept": lambda model: adopt(model, threshold=None),
-    "TRA, threshold set by the query": adopt,
-    "TRA, threshold 0": lambda model: adopt(model, threshold=0.0),
-    "TRA, threshold set by the query, positions dropped": lambda model: adopt(model, drop_positions=True),
+    "TRA, every key kept": partial(tra, threshold=None),
+    "TRA, threshold set by the query": partial(tra, threshold="query"),
+    "TRA, threshold set by the query, positions dropped": partial(tra, threshold="query", drop_positions=True),
 }
+CHOICES: dict[str, dict[str, Any]] = {
+    "gate bias 3, threshold set by the query from -4, straight-through 0.5, rate 1e-3": {},
+    "gate bias 1.5": {"gate_bias": 1.5},
+    "gate bias 4.5": {"gate_bias": 4.5},
+    "gate bias 6": {"gate_bias": 6.0},
+    "every key kept": {"threshold": None},
+    "every key kept, gate bias 6": {"threshold": None, "gate_bias": 6.0},
+    "threshold 0": {"threshold": 0.0},
+    "threshold of each head": {"threshold": "head"},
+    "threshold from -8": {"threshold_start": -8.0},
+    "threshold from -2": {"threshold_start": -2.0},
+    "straight-through 0.25": {"straight_through": 0.25},
+    "straight-through 1": {"straight_through": 1.0},
+    "rate 3e-4": {"rate": 3e-4},
+    "rate 3e-3": {"rate": 3e-3},
+    "10 times the rate for gates and thresholds": {"gate_rate": 10.0},
+}
+"""The first is what `adopt` does by itself; the others change what they name."""
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
 
 
 def tokens_of(data: Path, work: Path) -> dict[str, Tensor]:
-    """Training and validation text as tokens of a byte-level BPE trained on the first."""
+    """Text as tokens of a byte-level BPE that was trained on the training text."""
     stored = work / "tokens.pt"
     if not stored.exists():
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-        tokenizer.train([str(data / "train.txt")], trainer)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        tokenizer.train([str(data / "train.txt")], trainers.BpeTrainer(vocab_size=ASK, initial_alphabet=alphabet))
         found = {}
-        for split in ("train", "valid"):
+        for split in ("train", "valid", "test"):
             lines = (data / f"{split}.txt").read_text().splitlines(keepends=True)
             found[split] = torch.tensor([token for part in tokenizer.encode_batch(lines) for token in part.ids])
         torch.save(found, stored)
@@ -118,12 +153,13 @@ def new_llama(seed: int) -> Any:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=max(LENGTHS),
+            initializer_range=0.1,  # the default is for wide models
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=None,
@@ -131,23 +167,60 @@ def new_llama(seed: int) -> Any:
     )
 
 
-def train(model: Any, tokens: Tensor, steps: int, seed: int) -> None:
-    """AdamW with a short warm-up and a linear decay to 0, on windows drawn at random."""
+def drawn(tokens: Tensor, rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Windows of the text ``[rows, length]`` from anywhere."""
+    starts = torch.randint(len(tokens) - length, (rows, 1), generator=generator)
+    return tokens[starts + torch.arange(length)]
+
+
+def text_batch(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    batch = drawn(tokens, BATCH, WINDOW, generator)
+    return batch, batch
+
+
+def key_batch(tokens: Tensor, rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Texts with one of ten keys anywhere, which is asked for at the end; only the answer is labelled."""
+    batch = drawn(tokens, rows, length, generator)
+    key = FIRST_KEY + torch.randint(KEYS, (rows, 1), generator=generator)
+    batch.scatter_(1, torch.randint(length - 2, (rows, 1), generator=generator), key)
+    batch[:, -2], batch[:, -1:] = ASK, key
+    labels = torch.full_like(batch, -100)
+    labels[:, -1:] = key
+    return batch, labels
+
+
+def key_tuning_batch(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return key_batch(tokens, BATCH, int(torch.randint(16, WINDOW + 1, (), generator=generator)), generator)
+
+
+def train(
+    model: Any,
+    batches: Callable[[torch.Generator], tuple[Tensor, Tensor]],
+    steps: int,
+    seed: int,
+    rate: float = RATE,
+    gate_rate: float = 1.0,
+) -> None:
+    """AdamW with a short warm-up and a linear decay to 0."""
     generator = torch.Generator().manual_seed(seed)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.01, betas=(0.9, 0.95))
+    gates = [weight for module in model.modules() if isinstance(module, TraGates) for weight in module.parameters()]
+    own = {id(weight) for weight in gates}
+    groups = [
+        {"params": [weight for weight in model.parameters() if id(weight) not in own]},
+        {"params": [weight for weight in gates if weight.requires_grad], "lr": rate * gate_rate},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=0.01, betas=(0.9, 0.95))
     warm = max(1, min(50, steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
     )
     model.train()
     for step in range(steps):
-        starts = torch.randint(len(tokens) - WINDOW, (BATCH,), generator=generator)
-        batch = torch.stack([tokens[start : start + WINDOW] for start in starts])
-        loss = model(batch, labels=batch, use_cache=False).loss
+        batch, labels = batches(generator)
+        loss = model(batch, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % 100 == 0:
@@ -159,112 +232,158 @@ def pretrained(seed: int, tokens: Tensor, work: Path) -> Any:
     folder = work / f"llama-{seed}"
     if not (folder / "model.safetensors").exists():
         model = new_llama(seed)
-        train(model, tokens, PRETRAINING, seed)
+        train(model, partial(text_batch, tokens), PRETRAINING, seed, PRETRAINING_RATE)
         model.save_pretrained(folder)
     return transformers.LlamaForCausalLM.from_pretrained(folder)
 
 
 @torch.no_grad()
-def perplexity(model: Any, tokens: Tensor, length: int) -> float:
-    """Of every token but the first of each window of this length."""
-    windows = tokens[: len(tokens) // length * length].view(-1, length)
-    losses = []
-    for part in windows.split(max(1, 4096 // length)):
-        logits = model(part, use_cache=False).logits[:, :-1]
-        losses.append(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
-    return math.exp(sum(losses).item() / (windows.numel() - len(windows)))  # type: ignore[union-attr]
+def perplexity(model: Any, tokens: Tensor) -> dict[str, float]:
+    """Of every token but the first of each window, by its place; the last window may be shorter."""
+    losses = [
+        F.cross_entropy(model(part[None], use_cache=False).logits[0, :-1], part[1:], reduction="none")
+        for part in tokens.split(max(LENGTHS))
+        if len(part) > 1
+    ]
+    found = {}
+    for start, end in zip((1, *LENGTHS), LENGTHS, strict=False):
+        found[str(end)] = torch.cat([loss[start - 1 : end - 1] for loss in losses]).double().mean().exp().item()
+    return found
 
 
 @torch.no_grad()
-def repeated(model: Any, tokens: Tensor, gap: int) -> tuple[float, float]:
-    """Perplexity of passages at their first occurrence and at a second one, with a gap of other text between."""
-    losses: list[list[float]] = [[], []]
+def repeated(model: Any, tokens: Tensor, gap: int) -> float:
+    """Perplexity of passages at their second occurrence, with a gap of other text after the first."""
     stride = (len(tokens) - PASSAGE - gap) // PASSAGES
-    for index in range(PASSAGES):
-        text = tokens[index * stride :][: PASSAGE + gap]
-        row = torch.cat([text, text[:PASSAGE]])[None]
-        logits = model(row, use_cache=False).logits[0, :-1]
-        loss = F.cross_entropy(logits, row[0, 1:], reduction="none")
-        losses[0].append(loss[: PASSAGE - 1].mean().item())
-        losses[1].append(loss[-(PASSAGE - 1) :].mean().item())
-    first, second = (math.exp(statistics.fmean(part)) for part in losses)
-    return first, second
+    text = tokens.unfold(0, PASSAGE + gap, stride)[:PASSAGES]
+    rows = torch.cat([text, text[:, :PASSAGE]], dim=1)
+    losses = []
+    for part in rows.split(max(1, 4096 // rows.shape[1])):
+        logits = model(part, use_cache=False, logits_to_keep=PASSAGE).logits[:, :-1]
+        losses.append(F.cross_entropy(logits.transpose(1, 2), part[:, 1 - PASSAGE :], reduction="none"))
+    return torch.cat(losses).mean().exp().item()
 
 
-def measured(work: Path) -> Iterator[dict[str, Any]]:
+@torch.no_grad()
+def found_keys(model: Any, tokens: Tensor, length: int) -> float:
+    """The fraction of texts of this length whose key is found; one in ten by chance."""
+    batch, _ = key_batch(tokens, KEY_TEXTS[length], length, torch.Generator().manual_seed(length))
+    right = []
+    for part in batch.split(max(1, 4096 // length)):
+        logits = model(part, use_cache=False, logits_to_keep=2).logits[:, 0]
+        right.append(logits.argmax(-1) == part[:, -1])
+    return torch.cat(right).float().mean().item()
+
+
+def measure(model: Any, train_text: Tensor, text: Tensor, seed: int, with_keys: bool) -> dict[str, Any]:
+    """What is reported of a model; to find keys a copy of it is tuned."""
+    found: dict[str, Any] = {
+        "perplexity": perplexity(model, text),
+        "repeated": {str(gap): repeated(model, text, gap) for gap in GAPS},
+    }
+    if with_keys:
+        tuned = copy.deepcopy(model)
+        train(tuned, partial(key_tuning_batch, train_text), FINE_TUNING, 2000 + seed)
+        found["keys"] = {str(length): found_keys(tuned, text, length) for length in KEY_TEXTS}
+    return found
+
+
+def measured(work: Path) -> list[dict[str, Any]]:
     path = work / "results.jsonl"
-    if path.exists():
-        for line in path.read_text().splitlines():
-            yield json.loads(line)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: mean and range over seeds."""
-    lengths = " | ".join(f"{length:,}" for length in LENGTHS)
-    gaps = " | ".join(f"second after {gap:,}" for gap in GAPS)
+    """Markdown: means over seeds with 95% intervals, Student's t over seeds."""
+    columns = [("perplexity", f"to {length:,}", str(length)) for length in LENGTHS]
+    columns += [("repeated", f"again after {gap:,}", str(gap)) for gap in GAPS]
+    columns += [("keys", f"keys at {length:,}", str(length)) for length in KEY_TEXTS]
     lines = [
-        f"| setting | steps | {lengths} | {gaps} | seeds |",
-        "|---|---:|" + "---:|" * (len(LENGTHS) + len(GAPS) + 1),
+        f"| setting | steps | {' | '.join(title for _, title, _ in columns)} | seeds |",
+        "|---|---:|" + "---:|" * (len(columns) + 1),
     ]
-    for budget in sorted({row["steps"] for row in results}):
-        for setting in SETTINGS:
-            rows = [row for row in results if row["setting"] == setting and row["steps"] == budget]
+    names = list(dict.fromkeys(row["setting"] for row in results))
+    for steps in sorted({row["steps"] for row in results}):
+        for name in sorted(names, key=[*SETTINGS, *CHOICES].index):
+            rows = [row for row in results if (row["setting"], row["steps"]) == (name, steps)]
             if rows:
-                cells = [_spread([row["perplexity"][str(length)] for row in rows]) for length in LENGTHS]
-                cells += [_spread([row["repeated"][str(gap)] for row in rows]) for gap in GAPS]
-                lines.append(f"| {setting} | {budget} | {' | '.join(cells)} | {len(rows)} |")
+                cells = [_cell(kind, [row[kind][key] for row in rows if kind in row]) for kind, _, key in columns]
+                lines.append(f"| {name} | {steps} | {' | '.join(cells)} | {len(rows)} |")
     return "\n".join(lines) + "\n"
 
 
-def _spread(values: list[float]) -> str:
-    mean = f"{statistics.fmean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.1f} to {max(values):.1f})"
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""The 97.5% quantile of t for a number of seeds."""
+
+
+def _cell(kind: str, values: list[float]) -> str:
+    if not values:
+        return ""
+    unit, digits = (100, 0) if kind == "keys" else (1, 1)
+    mean = f"{unit * statistics.fmean(values):.{digits}f}"
+    if len(values) not in STUDENT:
+        return mean
+    half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean} ± {unit * half:.{digits}f}"
+
+
+def planned(arguments: argparse.Namespace) -> Iterable[tuple[str, int, int, Callable[[Any], Any], dict[str, float]]]:
+    """Setting, seed and steps of each measurement, what makes the model, and rates of its training."""
+    if arguments.choices:
+        for name, options in CHOICES.items():
+            rates = {key: value for key, value in options.items() if key in ("rate", "gate_rate")}
+            made = partial(tra, **{key: value for key, value in options.items() if key not in rates})
+            yield name, 0, FINE_TUNED, made, rates
+        return
+    for seed in range(arguments.seeds):
+        for steps in arguments.steps:
+            for name in arguments.settings:
+                yield name, seed, steps, SETTINGS[name], {}
+
+
+def write_tables(work: Path, folder: Path) -> None:
+    rows = measured(work)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(
+        json.dumps({"environment": environment(), "results": rows}, indent=1, sort_keys=True) + "\n"
+    )
+    reported = [row for row in rows if row["setting"] in SETTINGS]
+    choices = [row for row in rows if row["setting"] in CHOICES]
+    (folder / "table.md").write_text(table(reported) + "\n" + table(choices))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with train.txt and valid.txt of WikiText-2")
+    parser.add_argument("--data", type=Path, help="folder with train.txt, valid.txt and test.txt of WikiText-2")
     parser.add_argument("--work", type=Path, required=True, help="folder for models and results")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[0, 100])
+    parser.add_argument("--steps", type=int, nargs="+", default=[0, 200], help="of training after the change")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--keys", action="store_true", help="also tune each model to find keys")
+    parser.add_argument("--choices", action="store_true", help="compare options of `adopt` instead")
     parser.add_argument("--table", type=Path, help="write results.json and table.md to this folder, and train nothing")
     arguments = parser.parse_args()
     if arguments.table:
-        rows = list(measured(arguments.work))
-        arguments.table.mkdir(parents=True, exist_ok=True)
-        stored = {"environment": environment(), "results": rows}
-        (arguments.table / "results.json").write_text(json.dumps(stored, indent=1) + "\n")
-        (arguments.table / "table.md").write_text(table(rows))
+        write_tables(arguments.work, arguments.table)
         return
     if arguments.data is None:
         parser.error("--data is needed to train")
     arguments.work.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     tokens = tokens_of(arguments.data, arguments.work)
-    done = {(row["seed"], row["setting"], row["steps"]) for row in measured(arguments.work)}
-    for seed in range(arguments.seeds):
-        base = pretrained(seed, tokens["train"], arguments.work)
-        for budget in arguments.budgets:
-            for setting in arguments.settings:
-                if (seed, setting, budget) in done:
-                    continue
-                print(f"seed {seed}, {setting}, {budget} steps", flush=True)
-                model = SETTINGS[setting](copy.deepcopy(base)).eval()
-                train(model, tokens["train"], budget, 1000 + seed)
-                text = tokens["valid"][:MEASURED]
-                twice = {gap: repeated(model, text, gap) for gap in GAPS}
-                row = {
-                    "seed": seed,
-                    "setting": setting,
-                    "steps": budget,
-                    "perplexity": {str(length): perplexity(model, text, length) for length in LENGTHS},
-                    "first": {str(gap): first for gap, (first, _) in twice.items()},
-                    "repeated": {str(gap): second for gap, (_, second) in twice.items()},
-                }
-                print(" ", json.dumps(row["perplexity"]), json.dumps(row["repeated"]), flush=True)
-                with open(arguments.work / "results.jsonl", "a") as file:
-                    file.write(json.dumps(row) + "\n")
+    text = tokens["test"][:CHOSEN_ON] if arguments.choices else tokens["valid"]
+    done = {(row["setting"], row["seed"], row["steps"]) for row in measured(arguments.work)}
+    for name, seed, steps, made, rates in planned(arguments):
+        if (name, seed, steps) in done:
+            continue
+        print(f"seed {seed}, {name}, {steps} steps", flush=True)
+        model = made(pretrained(seed, tokens["train"], arguments.work)).eval()
+        train(model, partial(text_batch, tokens["train"]), steps, 1000 + seed, **rates)
+        row = {"setting": name, "seed": seed, "steps": steps}
+        row |= measure(model, tokens["train"], text, seed, arguments.keys)
+        print(" ", json.dumps(row), flush=True)
+        with open(arguments.work / "results.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tra.attention import Attention, Cache, Context
 from tra.attention.base import check_stream
+from tra.attention.cache import StaticCache
 from tra.attention.naming import find_mechanisms
 from tra.attention.options import options_of
 from tra.distributed import current
@@ -429,9 +430,10 @@ class Decoder(nn.Module):
         if isinstance(caches, Cache) or len(caches) != layers:
             got = "Cache" if isinstance(caches, Cache) else len(caches)
             raise ValueError(f"cache must be a list of {layers}, one Cache for each layer, got {got}")
-        lengths = [0 if layer is None else len(layer) for layer in caches]
-        if len(set(lengths)) > 1:
-            raise ValueError(f"cache must hold as many tokens in every layer, got {lengths}")
+        if not any(isinstance(layer, StaticCache) for layer in caches):  # whose lengths are on a device
+            lengths = [0 if layer is None else len(layer) for layer in caches]
+            if len(set(lengths)) > 1:
+                raise ValueError(f"cache must hold as many tokens in every layer, got {lengths}")
         context = Context(caches[0], key_mask, segment_ids).fitting(embedded)
         processes = current()
         if processes is not None:

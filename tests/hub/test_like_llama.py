@@ -254,12 +254,19 @@ def test_a_cache_is_cut_reordered_repeated_and_reset(kind: str) -> None:
 @own_kinds
 def test_caches_of_other_kinds_are_refused_by_name(kind: str) -> None:
     model, tokens = build_kind(kind), tokens_of()
-    for asked in ("static", "quantized", "offloaded", "offloaded_static"):
-        with pytest.raises(ValueError, match=f"cache_implementation must be None or 'dynamic', got '{asked}'"):
+    for asked in ("quantized", "offloaded", "offloaded_static"):
+        with pytest.raises(
+            ValueError, match=f"cache_implementation must be None, 'dynamic' or 'static', got '{asked}'"
+        ):
             generate(model, tokens, cache_implementation=asked)
-    static = transformers.StaticCache(config=model.config, max_cache_len=30)
-    with pytest.raises(ValueError, match=r"past_key_values must be .* got a StaticCache of 2 StaticLayers"):
-        model(tokens, past_key_values=static)
+    sliding = transformers.StaticCache(transformers.MistralConfig(sliding_window=4, num_hidden_layers=2), 30)
+    with pytest.raises(
+        ValueError, match=r"past_key_values must be .* got a StaticCache of 2 StaticSlidingWindowLayers"
+    ):
+        model(tokens, past_key_values=sliding)
+    offloaded_static = transformers.StaticCache(config=model.config, max_cache_len=30, offloading=True)
+    with pytest.raises(ValueError, match="past_key_values must not be offloaded"):
+        model(tokens, past_key_values=offloaded_static)
     offloaded = DynamicCache()
     offloaded.offloading = True
     with pytest.raises(ValueError, match="past_key_values must not be offloaded"):

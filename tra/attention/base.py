@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra.attention import flex
-from tra.attention.cache import WeightProbeCache
+from tra.attention.cache import StaticCache, WeightProbeCache
 from tra.attention.context import Context
 from tra.attention.dense import dense_mix
 
@@ -37,6 +37,9 @@ class Attention(nn.Module, ABC):
 
     takes_shards: ClassVar[bool] = False
     """Whether it computes sequences that several processes share."""
+
+    takes_static_cache: ClassVar[bool] = False
+    """Whether it reads buffers of a fixed size (:class:`~tra.attention.cache.StaticCache`)."""
 
     uses_sdpa: ClassVar[bool] = False
     """Whether PyTorch's scaled_dot_product_attention computes the rule."""
@@ -90,6 +93,10 @@ class Attention(nn.Module, ABC):
                 f"attention must go through the operator of this package to share sequences, {type(self).__name__} "
                 "does not; PyTorch's own context_parallel serves what goes through scaled_dot_product_attention"
             )
+        if isinstance(context.cache, StaticCache) and not self.takes_static_cache:
+            raise ValueError(
+                f"cache must not be static for {type(self).__name__}, whose rule needs the number of tokens"
+            )
         projected = self.project(x, context)
         probed = None if context.weights is None else self._probed(x, *projected, context)
         mixed = self.attend(x, *projected, context)
@@ -124,7 +131,10 @@ class Attention(nn.Module, ABC):
     def _probed(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The weights, which are what the rule makes of an identity matrix as values, and the values of all tokens."""
         probe = WeightProbeCache(context.cache, value, key.dtype)
-        weights = self.attend(x, query, key, value, context._replace(cache=probe, exact=True))
+        mask = context.key_mask
+        if mask is not None and isinstance(context.cache, StaticCache):  # of which the probe gives what is filled
+            mask = mask[:, : len(context.cache) + x.shape[1]]
+        weights = self.attend(x, query, key, value, context._replace(cache=probe, key_mask=mask, exact=True))
         return weights, probe.values
 
     def _fitting(self, x: Tensor, context: Context | None) -> Context:
@@ -171,7 +181,7 @@ def causal_softmax_attention(
     """
     context.note(query, key, 1 / math.sqrt(query.shape[3]), bias)
     queries, keys = query.shape[2], key.shape[2]
-    masked = any(x is not None for x in (bias, context.key_mask, context.segment_ids))
+    masked = any(x is not None for x in (bias, context.key_mask, context.segment_ids, context.key_lengths(1)))
     if masked and bias is None and flex.suits(query, context, dropout):
         return flex.biased_attention(query, key, value, context, None)
     is_causal, mask = False, None

@@ -93,6 +93,75 @@ class Cache:
             buffer[:, :, : self._length] = stored[:, :, : self._length]
 
 
+class StaticCache(Cache):
+    """Buffers of a fixed size that are written in place, with the number of tokens in a tensor: every step has the same
+    shapes and addresses, so that a compiled one is compiled once and can be captured in a CUDA graph.
+
+    Unlike a `Cache`, it gives whole buffers; what lies behind the tokens in them is 0. For mechanisms that
+    ``takes_static_cache``.
+
+    Args:
+        capacity: the greatest number of tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.capacity = capacity
+        self.length = torch.zeros((), dtype=torch.long)
+        """How many tokens there are, on the device of the buffers."""
+
+    def __len__(self) -> int:
+        return int(self.length)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        return tuple(self._buffers)
+
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
+        if not self._buffers:
+            self._buffers = [tensor.new_zeros(*tensor.shape[:2], self.capacity, *tensor.shape[3:]) for tensor in new]
+            self.length = self.length.to(new[0].device)
+        if new[0].shape[0] != self.batch:
+            raise ValueError(f"cache holds a batch of {self.batch}, got new tokens for a batch of {new[0].shape[0]}")
+        tokens = new[0].shape[2]
+        if not torch.compiler.is_compiling() and len(self) + tokens > self.capacity:
+            raise ValueError(
+                f"cache must have room for {len(self)} + {tokens} tokens, but its capacity is {self.capacity}"
+            )
+        place = self.length + torch.arange(tokens, device=self.length.device)
+        for buffer, tensor in zip(self._buffers, new, strict=True):
+            buffer.index_copy_(2, place, tensor.detach())
+        self.length.add_(tokens)
+        return self.stored
+
+    def with_new(self, *new: Tensor) -> tuple[Tensor, ...]:
+        if not self._buffers:
+            return new
+        held = (buffer.narrow(2, 0, len(self)) for buffer in self._buffers)
+        return tuple(torch.cat(pair, dim=2) for pair in zip(held, new, strict=True))
+
+    def select(self, rows: Tensor) -> None:
+        for index, buffer in enumerate(self._buffers):
+            chosen = buffer.index_select(0, rows.to(buffer.device))
+            if chosen.shape == buffer.shape:
+                buffer.copy_(chosen)  # where a compiled step looks for it
+            else:
+                self._buffers[index] = chosen
+
+    def move(self, device: torch.device | str) -> None:
+        super().move(device)
+        self.length = self.length.to(device)
+
+    def crop(self, length: int) -> None:
+        if not 0 <= length <= len(self):
+            raise ValueError(f"length must be between 0 and the {len(self)} tokens in the cache, got {length}")
+        self.length.fill_(length)
+        for buffer in self._buffers:
+            buffer[:, :, length:] = 0.0
+
+
 class WeightProbeCache(Cache):
     """Stands in for a cache while weights are computed: it stores nothing, and in place of values it gives an identity
     matrix, of which the rule makes the weights.

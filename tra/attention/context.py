@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tra.attention.cache import Cache
+from tra.attention.cache import Cache, StaticCache
 from tra.distributed import ContextParallel
 from tra.distributed.processes import Layout
 from tra.ops.visibility import check_masks, visible_keys
@@ -40,7 +40,7 @@ class Context(NamedTuple):
     cache: Cache | None = None
     """What this layer remembers of earlier tokens; the new ones are added to it."""
     key_mask: Tensor | None = None
-    """``[B, cached + L]`` boolean, False for padding."""
+    """``[B, cached + L]`` boolean, False for padding; ``[B, capacity]`` with a `StaticCache`."""
     segment_ids: Tensor | None = None
     """``[B, cached + L]`` integers that keep packed documents apart."""
     exact: bool = False
@@ -63,13 +63,27 @@ class Context(NamedTuple):
             return self
         if isinstance(self.cache, list | tuple):
             raise ValueError(f"cache must be the Cache of one layer, got a {type(self.cache).__name__}")
-        check_masks(self.key_mask, self.segment_ids, x.shape[0], self.cached + x.shape[1], x.device)
+        if isinstance(self.cache, StaticCache):
+            if self.segment_ids is not None:
+                raise ValueError("segment_ids must be None with a StaticCache, which holds one document for each row")
+            keys = self.cache.capacity
+        else:
+            keys = len(self.cache or ()) + x.shape[1]
+        check_masks(self.key_mask, self.segment_ids, x.shape[0], keys, x.device)
         return self._replace(checked=True)
 
     @property
-    def cached(self) -> int:
-        """How many tokens the cache holds: the position of the first new one, until that is remembered."""
+    def cached(self) -> int | Tensor:
+        """How many tokens the cache holds: the position of the first new one, until that is remembered. A tensor, on
+        the device, for a `StaticCache`."""
+        if isinstance(self.cache, StaticCache):
+            return self.cache.length
         return 0 if self.cache is None else len(self.cache)
+
+    def key_lengths(self, batch: int) -> Tensor | None:
+        """``[B]``: how many of the keys of a `StaticCache` there are, once the new ones are remembered; None for all
+        keys, where there is no such cache."""
+        return self.cache.length.expand(batch).contiguous() if isinstance(self.cache, StaticCache) else None
 
     def remember(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors of all tokens so far, given those of the new ones."""
@@ -82,4 +96,5 @@ class Context(NamedTuple):
 
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Which of all keys each new query may see, ``[B or 1, 1, Lq, Lk]``."""
-        return visible_keys(query.shape[2], key.shape[2], self.key_mask, self.segment_ids, query.device)
+        lengths = self.key_lengths(query.shape[0])
+        return visible_keys(query.shape[2], key.shape[2], self.key_mask, self.segment_ids, query.device, lengths)

@@ -21,7 +21,8 @@ from the first key."""
 def suits(query: Tensor, context: Context, dropout: float) -> bool:
     """Whether a call goes here: prefill or training on a GPU. FlexAttention knows no dropout, and the bias of one new
     token is small."""
-    return query.is_cuda and dropout == 0.0 and query.shape[2] > 1 and not context.exact
+    fits = query.is_cuda and dropout == 0.0 and query.shape[2] > 1
+    return fits and not context.exact and context.key_lengths(1) is None
 
 
 def biased_attention(query: Tensor, key: Tensor, value: Tensor, context: Context, bias: Bias | None) -> Tensor:

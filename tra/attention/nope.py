@@ -9,6 +9,7 @@ class UnpositionedAttention(Attention):
     """Softmax attention that is told no positions: order reaches it through causality alone."""
 
     uses_sdpa = True
+    takes_static_cache = True
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)

@@ -36,6 +36,7 @@ class RotaryAttention(Attention):
     """
 
     uses_sdpa = True
+    takes_static_cache = True
     rotary_parts: ClassVar[int] = 1
     """Into how many parts a head is divided, each rotated by itself."""
 
@@ -75,7 +76,13 @@ class RotaryAttention(Attention):
 
     def turn(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Cosine and sine that rotate the new tokens, to be asked for before these are remembered."""
-        return rotation(context.cached, context.cached + x.shape[1], self.frequency, self.rotation_size)
+        first = context.cached
+        if isinstance(first, Tensor):  # which stays on its device
+            exact = torch.float32 if first.device.type == "mps" else torch.float64
+            position = first + torch.arange(x.shape[1], device=first.device)
+            angle = position[:, None] * self.frequency.to(first.device, exact)
+            return angle.cos() * self.rotation_size, angle.sin() * self.rotation_size
+        return rotation(first, first + x.shape[1], self.frequency, self.rotation_size)
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         turn = self.turn(x, context)

@@ -17,6 +17,7 @@ class SelectiveAttention(RotaryAttention):
     """
 
     uses_sdpa = False
+    takes_static_cache = False
     revises_cache = True
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:

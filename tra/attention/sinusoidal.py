@@ -22,6 +22,8 @@ class SinusoidalAttention(UnpositionedAttention):
     :class:`~tra.attention.base.Attention`, and ``theta``, the base of the wavelengths.
     """
 
+    takes_static_cache = False
+
     def __init__(
         self, width: int, heads: int, kv_heads: int | None = None, *, theta: float = 10_000.0, **shared: Any
     ) -> None:
@@ -34,6 +36,7 @@ class SinusoidalAttention(UnpositionedAttention):
 
     def add_positions(self, x: Tensor, context: Context) -> Tensor:
         queries, width = x.shape[1:]
+        assert isinstance(context.cached, int)
         keys = context.cached + queries
         if context.key_mask is None and context.segment_ids is None:
             return x + sinusoids(context.cached, keys, width, self.theta).to(x)

@@ -34,6 +34,7 @@ class OperatorAttention(Attention):
     """
 
     takes_shards = True
+    takes_static_cache = True
     threshold: float | str
     straight_through: float = 0.0
 
@@ -71,7 +72,10 @@ class OperatorAttention(Attention):
         context.note(query, key, 1 / math.sqrt(self.head_width), None, threshold, log_gate)
         if norm is not None and query.shape[2] == 1 and not context.exact:
             rule["score_bound"] = score_bounds(query, norm, context.key_mask)
-        return threshold_relative_attention(query, key, value, log_gate, threshold=threshold, **rule)
+        lengths = context.key_lengths(len(x))
+        return threshold_relative_attention(
+            query, key, value, log_gate, key_lengths=lengths, threshold=threshold, **rule
+        )
 
     def remembered(self, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of all tokens, and the norms of keys where they are kept to bound a new token's scores."""

@@ -442,12 +442,15 @@ def attend(
             f"got {type(module).__name__}"
         )
     gates, options, end, segments = tra_call
-    queries, keys = query.shape[2], key.shape[2]
     if scaling is None:
         scaling = 1.0 / math.sqrt(query.shape[3])
-    if end is not None and (attention_mask is None or attention_mask.dim() == 2):
-        key, value, attention_mask = aligned(key, value, attention_mask, end, queries)
-        keys = key.shape[2]
+    lengths = None
+    if isinstance(end, Tensor):
+        lengths = end.expand(len(key)).contiguous()
+    elif end is not None and (attention_mask is None or attention_mask.dim() == 2):
+        key, value = key[:, :, :end], value[:, :, :end]
+        attention_mask = None if attention_mask is None else attention_mask[:, :end]
+    queries, keys = query.shape[2], key.shape[2]
     if segments is not None and segments.shape[1] < keys:
         raise ValueError("documents must not be packed behind tokens in past_key_values")
     if attention_mask is not None and attention_mask.dim() == 4:
@@ -463,34 +466,21 @@ def attend(
         learns = torch.is_grad_enabled() and options.threshold is not None
         out = threshold_relative_attention(
             query, key, value, log_gate,
-            key_mask=key_mask, segment_ids=segments, scale=scaling, threshold=threshold, dropout=dropout,
+            key_mask=key_mask, segment_ids=segments, key_lengths=lengths, scale=scaling, threshold=threshold,
+            dropout=dropout,
             straight_through=options.straight_through if learns else 0.0,
             tolerance=options.tolerance, impl=options.impl,
         )  # fmt: skip
         return out.transpose(1, 2).contiguous(), None
-    if visible is None and not (gates is None and key_mask is None and segments is None and queries in (1, keys)):
-        visible = visible_keys(queries, keys, key_mask, segments, query.device)
+    plain = key_mask is None and segments is None and lengths is None and queries in (1, keys)
+    if visible is None and not (gates is None and plain):
+        visible = visible_keys(queries, keys, key_mask, segments, query.device, lengths)
     if gates is None and softcap is None and not output_attentions:
         return sdpa_attention_forward(module, query, key, value, visible, dropout=dropout, scaling=scaling)
     if visible is None:
-        visible = visible_keys(queries, keys, None, None, query.device)
+        visible = visible_keys(queries, keys, None, None, query.device, lengths)
     weights = dense_weights(query, key, gates, visible, scaling, softcap, options.straight_through)
     return dense_mix(weights, value, dropout).transpose(1, 2).contiguous(), weights if output_attentions else None
-
-
-def aligned(
-    key: Tensor, value: Tensor, key_mask: Tensor | None, end: int | Tensor, queries: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values from buffers of fixed size, the last query's own key last or behind it only what is masked."""
-    if not isinstance(end, Tensor):
-        return key[:, :, :end], value[:, :, :end], None if key_mask is None else key_mask[:, :end]
-    place = torch.arange(key.shape[2], device=key.device)
-    if queries > 1:
-        place = (place + end) % key.shape[2]  # what is not written comes first
-        key, value = key[:, :, place], value[:, :, place]
-        key_mask = None if key_mask is None else key_mask[:, place]
-    written = (place < end).expand(key.shape[0], -1)
-    return key, value, written if key_mask is None else key_mask & written
 
 
 def dense_weights(

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from tra.attention import Attention, Cache
+from tra.attention.cache import StaticCache
 from tra.model import Decoder
 
 
@@ -23,7 +24,7 @@ class TraLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, revised: bool = False, made_for: str | None = None) -> None:
-        self.stored = _Completed()
+        self.stored: Cache = _Completed()
         self.is_croppable = not revised
         self.made_for = made_for
         self.segments: Tensor | None = None
@@ -99,6 +100,39 @@ class TraLayer(CacheLayerMixin):
             self.device = None
 
 
+class TraStaticLayer(TraLayer):
+    """The same in buffers of a fixed size, for generation that is compiled.
+
+    Args:
+        capacity: the greatest number of tokens.
+        made_for: as of a :class:`TraLayer`.
+    """
+
+    is_compileable = True
+
+    def __init__(self, capacity: int, made_for: str | None = None) -> None:
+        super().__init__(made_for=made_for)
+        self.stored: StaticCache = StaticCache(capacity)  # type: ignore[assignment]
+
+    @property
+    def max_cache_len(self) -> int:
+        return self.stored.capacity
+
+    def get_seq_length(self) -> Any:
+        """A tensor: it stays on its device."""
+        return self.stored.length if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return self.stored.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.stored.capacity, 0
+
+    def reset(self) -> None:
+        if self.is_initialized:
+            self.stored.crop(0)
+
+
 class _Completed(Cache):
     """A cache that may begin with keys and values from elsewhere, as prefix tuning gives them: whatever else the
     mechanism stores is 0 for these tokens."""
@@ -147,8 +181,9 @@ def prepare_cache(cache: Any, decoder: Decoder, count: int) -> list[TraLayer]:
     """What a decoder's first ``count`` blocks are to write to, in a cache of transformers'.
 
     The layers of a plain `DynamicCache`, which tools pass to any model, become :class:`TraLayer`s in the same cache, so
-    that whoever holds it sees it grow. Keys that it brings are normalised as all others are. Other kinds of cache, and
-    one that another model wrote, are refused by name.
+    that whoever holds it sees it grow, and those of an empty `StaticCache` become :class:`TraStaticLayer`s. Keys that
+    it brings are normalised as all others are. Other kinds of cache, and one that another model wrote, are refused by
+    name.
     """
     if not isinstance(cache, transformers.Cache):
         raise ValueError(f"past_key_values must be a TraCache or a DynamicCache, got {type(cache).__name__}")
@@ -157,12 +192,15 @@ def prepare_cache(cache: Any, decoder: Decoder, count: int) -> list[TraLayer]:
     layers: list[Any] = cache.layers
     if len(layers) != count or not all(isinstance(layer, TraLayer) for layer in layers):
         for layer in layers:
-            if type(layer) is not DynamicLayer:
+            if type(layer) not in (DynamicLayer, StaticLayer) or type(layer) is not type(layers[0]):
                 raise ValueError(
-                    f"past_key_values must be a TraCache or a DynamicCache with the {count} layers of the model, "
-                    f"got a {type(cache).__name__} of {len(layers)} {type(layer).__name__}s"
+                    f"past_key_values must be a TraCache, a DynamicCache or a StaticCache with the {count} layers of "
+                    f"the model, got a {type(cache).__name__} of {len(layers)} {type(layer).__name__}s"
                 )
-        layers = _converted(layers, decoder, count)
+        if layers and type(layers[0]) is StaticLayer:
+            layers = _new_static_layers(layers, decoder, count)
+        else:
+            layers = _converted(layers, decoder, count)
         cache.layers, cache.layer_class_to_replicate = layers, None
     for index, (layer, mechanism) in enumerate(zip(layers, mechanisms_of(decoder, count), strict=True)):
         wanted = description(mechanism)
@@ -172,6 +210,23 @@ def prepare_cache(cache: Any, decoder: Decoder, count: int) -> list[TraLayer]:
                 f"got one of {layer.made_for}"
             )
     return layers
+
+
+def _new_static_layers(given: list[Any], decoder: Decoder, count: int) -> list[Any]:
+    """Empty layers of the size of those of a `StaticCache`, which must be empty too."""
+    if len(given) != count:
+        raise ValueError(f"past_key_values must hold the {count} layers of the model, got {len(given)}")
+    if any(int(layer.get_seq_length()) for layer in given):
+        raise ValueError("past_key_values must be an empty StaticCache, or one that this model has filled")
+    found = mechanisms_of(decoder, count)
+    for mechanism in found:
+        if not mechanism.takes_static_cache:
+            raise ValueError(
+                f"past_key_values must not be a StaticCache for {type(mechanism).__name__}: its rule needs the number "
+                "of tokens while it is compiled; a dynamic cache serves it"
+            )
+    capacity = given[0].get_max_length()
+    return [TraStaticLayer(capacity, description(mechanism)) for mechanism in found]
 
 
 def _converted(given: list[Any], decoder: Decoder, count: int) -> list[Any]:

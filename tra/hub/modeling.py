@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import (
@@ -21,7 +22,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from tra.attention.naming import find_mechanisms
-from tra.hub.cache import TraCache, TraLayer, prepare_cache
+from tra.hub.cache import TraCache, TraLayer, TraStaticLayer, prepare_cache
 from tra.hub.config import UNDERSTOOD, TraConfig, refuse_unknown
 from tra.hub.packing import FLATTENED, positioned_segments, told_segments
 from tra.lookup import lookup
@@ -220,10 +221,13 @@ class TraModel(TraPreTrainedModel):
         refuse_arguments(kwargs)
         caches = None if past_key_values is None else prepare_cache(past_key_values, self.decoder, layers)
         batch, new = inputs_embeds.shape[:2]
-        cached = caches[0].get_seq_length() if caches else 0
-        key_mask = key_mask_of(attention_mask, batch, cached + new)
+        first = caches[0] if caches else None
+        if isinstance(first, TraStaticLayer):
+            key_mask = key_mask_of(padded_mask(attention_mask, first.max_cache_len), batch, first.max_cache_len)
+        else:
+            key_mask = key_mask_of(attention_mask, batch, new + (0 if first is None else first.get_seq_length()))
         if segment_ids is None:
-            segment_ids = documents(caches[0] if caches else None, inputs_embeds, key_mask, position_ids, kwargs)
+            segment_ids = documents(first, inputs_embeds, key_mask, position_ids, kwargs)
         cache = None if caches is None else [layer.stored for layer in caches]
         streams: list[Any] | None = [] if _wanted(self, "output_hidden_states", output_hidden_states) else None
         weights: list[Any] | None = [] if _wanted(self, "output_attentions", output_attentions) else None
@@ -264,6 +268,15 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor 
     return key_mask if torch.compiler.is_compiling() or not key_mask.all() else None
 
 
+def padded_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
+    """A mask of the tokens so far as one of all places of a static cache, of which the rest is empty."""
+    if attention_mask is None or attention_mask.dim() != 2 or attention_mask.shape[1] >= keys:
+        return attention_mask
+    if not torch.compiler.is_compiling() and attention_mask.all():
+        return None
+    return F.pad(attention_mask, (0, keys - attention_mask.shape[1]))
+
+
 ARGUMENTS = {
     "cache_position",  # of the tokens in the cache, which knows
     "ignore_index",
@@ -301,8 +314,18 @@ def documents(
     their positions start again.
     """
     batch, new = embedded.shape[:2]
-    cached = 0 if layer is None else layer.get_seq_length()
     told = told_segments(batch, new, embedded.device, arguments)
+    if isinstance(layer, TraStaticLayer):
+        if told is None and position_ids is not None and not torch.compiler.is_compiling():
+            cached = int(layer.get_seq_length())
+            masked = None if key_mask is None else key_mask[:, cached : cached + new]
+            told = positioned_segments(position_ids, masked, batch, new, goes_on=cached > 0)
+        if told is not None:
+            raise ValueError(
+                "past_key_values must not be a StaticCache for packed documents: it holds one for each row"
+            )
+        return None
+    cached = 0 if layer is None else layer.get_seq_length()
     if told is not None and cached:
         raise ValueError("past_key_values must hold no tokens where cu_seq_lens_q or seq_idx divides a row")
     if told is None and position_ids is not None:
@@ -397,9 +420,16 @@ class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any) -> Any:
         asked = generation_config.cache_implementation
-        if asked not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation must be None or 'dynamic', got {asked!r}")
+        if asked not in (None, "dynamic", "static"):
+            raise ValueError(f"cache_implementation must be None, 'dynamic' or 'static', got {asked!r}")
         return super()._prepare_cache_for_generation(generation_config, *args)  # type: ignore[misc]
+
+    @staticmethod
+    def create_masks_for_generate(
+        *, attention_mask: Tensor | None, past_key_values: transformers.Cache, **_: Any
+    ) -> Tensor | None:
+        """What `generate` hands to a step with a static cache: padding, for all places of the cache at every step."""
+        return padded_mask(attention_mask, past_key_values.get_max_length())
 
 
 class TraForSequenceClassification(GenericForSequenceClassification, TraPreTrainedModel):
