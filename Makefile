@@ -5,6 +5,7 @@
 # make fuzz   the attacks of tests/fuzz with FUZZ_FACTOR (40) times as many inputs, new ones every time
 # make gpu-check  compile every Triton kernel for every GPU and hold them to limits (WRITE=--write: the table in docs)
 # make gpu-test   the operator's tests and those of models on a GPU
+# make mixins     the tests that transformers has for every model, on ours and on a Llama as control (CHECKOUT=FOLDER: those of generation too)
 # make kernel-package  the operator as a package for Hugging Face's kernels library, in build/kernel
 # make wheel      build sdist and wheel, make its tag manylinux, and run it in an environment with torch alone
 # make sanitize   the operator's tests with the kernel under AddressSanitizer and UBSan (gcc)
@@ -15,7 +16,7 @@ BIN    := $(VENV)/bin
 LEAN   := $(VENV)/.ready-for-demo
 READY  := $(VENV)/.ready
 
-.PHONY: kernel-package demo test lint format docs fuzz gpu-check gpu-test sanitize setup wheel
+.PHONY: kernel-package mixins demo test lint format docs fuzz gpu-check gpu-test sanitize setup wheel
 .DEFAULT_GOAL := test
 
 demo: $(LEAN)
@@ -56,6 +57,10 @@ gpu-check: setup
 gpu-test: setup
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'no GPU is found, or torch is built without it'"
 	$(BIN)/python -m pytest tests/ops tests/attention tests/bench
+
+mixins: setup
+	$(BIN)/python -m pip install --quiet --no-deps parameterized
+	$(BIN)/python tools/mixins.py $(if $(CHECKOUT),--checkout $(CHECKOUT))
 
 kernel-package:
 	rm -rf build/kernel && $(PYTHON) tools/kernel_package.py build/kernel

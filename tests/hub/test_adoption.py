@@ -373,7 +373,9 @@ def test_another_attention_is_refused_by_an_adopted_model_and_tra_by_others(tmp_
         model.set_attn_implementation("sdpa")
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="attn_implementation must be 'tra' for an adopted model"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "tra"
     other = build_family("llama")
     other.set_attn_implementation("tra")
     with pytest.raises(ValueError, match=r"tra\.hub\.adopt\(model\)"):

@@ -548,6 +548,7 @@ class Adopted:
     """What adopted models have in common, in front of the class of the original."""
 
     original: type
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = False
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -561,7 +562,7 @@ class Adopted:
             super()._init_weights(module)  # type: ignore[misc]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation not in (None, NAME):
+        if attn_implementation not in (None, NAME, "eager"):  # which stands for a model's own way
             raise ValueError(
                 f"attn_implementation must be '{NAME}' for an adopted model, which is another model without its gates; "
                 f"unadopt it first, got {attn_implementation!r}"

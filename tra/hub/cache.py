@@ -112,7 +112,7 @@ class TraStaticLayer(TraLayer):
 
     def __init__(self, capacity: int, made_for: str | None = None) -> None:
         super().__init__(made_for=made_for)
-        self.stored: StaticCache = StaticCache(capacity)  # type: ignore[assignment]
+        self.stored: StaticCache = StaticCache(capacity)
 
     @property
     def max_cache_len(self) -> int:

@@ -1,0 +1,86 @@
+"""The tests that transformers has for every model, on models of this package and on a Llama as control.
+
+    python tools/mixins.py [--checkout TRANSFORMERS] [-k NAME]
+
+The tests are those of the transformers that is installed: from its source distribution, which pip fetches and which
+holds the common ones, or from a checkout of its repository at that version, which has those of generation too. Prints
+how many passed, failed and were skipped for each model; what fails here and not for the Llama makes the exit code 1.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import transformers
+
+CONTROL = "LlamaTest"
+ABSENT = {
+    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
+    "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
+}
+"""What the source distribution lacks of what its tests import."""
+
+
+def fetch_tests(folder: Path) -> Path:
+    """The folder of tests in the source distribution of the installed version."""
+    wanted = f"transformers=={transformers.__version__}"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(folder)]
+    subprocess.run([*command, wanted], check=True)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.glob("transformers-*/tests"))
+
+
+def outcomes(report: Path) -> dict[str, dict[str, set[str]]]:
+    """Names of tests by class and by what became of them."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        of_class = found.setdefault(case.attrib["classname"].split(".")[-1], {})
+        of_class.setdefault(kind, set()).add(case.attrib["name"])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkout", type=Path, help="a checkout of transformers at the version installed")
+    parser.add_argument("-k", metavar="NAME", help="as for pytest")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tests = fetch_tests(folder) if arguments.checkout is None else folder / "tests"
+        if arguments.checkout is not None:
+            shutil.copytree(arguments.checkout / "tests", tests)
+        for path, text in ABSENT.items():
+            if not (tests / path).exists():
+                print(f"tests/{path} is not in the source distribution: its tests are left out")
+                (tests / path).parent.mkdir(exist_ok=True)
+                (tests / path).write_text(text)
+        for package in (tests, *(path for path in tests.iterdir() if path.is_dir())):
+            (package / "__init__.py").touch()
+        shutil.copy(Path(__file__).with_name("mixin_cases.py"), tests / "test_mixin_cases.py")
+        report = folder / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-c", "/dev/null"]
+        command += ["--rootdir", str(tests.parent), "--tb=short", f"--junitxml={report}"]
+        command += ["-k", arguments.k] if arguments.k else []
+        subprocess.run([*command, str(tests / "test_mixin_cases.py")], cwd=tests.parent, check=False)
+        found = outcomes(report)
+    print(f"\n{'':20}{'passed':>8}{'failed':>8}{'skipped':>8}")
+    for model, kinds in found.items():
+        print(f"{model:20}" + "".join(f"{len(kinds.get(kind, ())):8}" for kind in ("passed", "failed", "skipped")))
+    control = found[CONTROL].get("failed", set())
+    worse = {model: sorted(kinds.get("failed", set()) - control) for model, kinds in found.items()}
+    for model, names in worse.items():
+        for test in names:
+            print(f"{model} fails {test}, which the Llama does not")
+    return 1 if any(worse.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
