@@ -5,7 +5,7 @@
 
 import unittest
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -24,7 +24,7 @@ class Tester:
     batch_size, seq_length, is_training = 5, 7, True
     vocab_size, hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads = 99, 32, 2, 4, 2
     intermediate_size, num_labels = 64, 3
-    shared = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    shared: ClassVar = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 
     def __init__(self, parent: Any) -> None:
@@ -40,7 +40,7 @@ class Tester:
 
 
 class Cases(ModelTesterMixin, GenerationTesterMixin):
-    pipeline_model_mapping: dict[str, Any] = {}
+    pipeline_model_mapping: ClassVar[dict[str, Any]] = {}
     test_torch_exportable = False
 
     def setUp(self) -> None:

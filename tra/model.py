@@ -64,9 +64,20 @@ class DecoderConfig:
     """Add each layer to the normalised stream (the authors' code) or to the stream itself (ordinary pre-norm)."""
     tied_embeddings: bool = False
     """The output head has the embedding's weights, not its own; they begin as a head's do."""
+    head_width: int | None = None
+    """Width of each head, ``width // heads`` by default."""
+    hidden: int | None = None
+    """Hidden units of the MLP, twice the width by default."""
+    norm_epsilon: float | None = None
+    """What norms add to the mean square, the rounding of the dtype by default."""
+    attention_bias: bool | None = None
+    """Biases in all projections of the attention or in none; in that of its output only by default."""
+    mlp_bias: bool = True
+    """Biases in the projections of the MLP."""
 
     def __post_init__(self) -> None:
-        for name, annotation in (*((name, int) for name in LARGEST), ("kv_heads", int | None), ("dropout", float)):
+        optional = (("kv_heads", int | None), ("dropout", float), ("head_width", int | None), ("hidden", int | None))
+        for name, annotation in (*((name, int) for name in LARGEST), *optional, ("norm_epsilon", float | None)):
             wrong = mismatch(getattr(self, name), annotation)
             if wrong is not None:
                 raise ValueError(f"{name} must be {wrong}")
@@ -77,6 +88,17 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be at most {largest:,}, got {getattr(self, name):,}")
         if not isinstance(self.tied_embeddings, bool):
             raise ValueError(f"tied_embeddings must be True or False, got {self.tied_embeddings!r}")
+        for name in ("head_width", "hidden"):
+            given = getattr(self, name)
+            if given is not None and not 1 <= given <= LARGEST["width"]:
+                raise ValueError(f"{name} must be from 1 to {LARGEST['width']:,}, got {given:,}")
+        if self.norm_epsilon is not None and not 0.0 <= self.norm_epsilon < 1.0:
+            raise ValueError(f"norm_epsilon must be None or in [0, 1), got {self.norm_epsilon!r}")
+        if self.attention_bias not in (None, True, False) or not isinstance(self.mlp_bias, bool):
+            raise ValueError(
+                "attention_bias must be True, False or None, and mlp_bias True or False, "
+                f"got {self.attention_bias!r} and {self.mlp_bias!r}"
+            )
         if self.residual not in ("normalised", "pre_norm"):
             raise ValueError(f"residual must be 'normalised' or 'pre_norm', got {self.residual!r}")
         mechanisms = find_mechanisms(self.attention)
@@ -105,6 +127,9 @@ class DecoderConfig:
         mechanisms = find_mechanisms(self.attention)
         mechanism = mechanisms[layer % len(mechanisms)]
         own = {name: value for name, value in self.attention_options.items() if name in options_of(mechanism)}
+        for name, given in (("head_width", self.head_width), ("bias", self.attention_bias)):
+            if given is not None:  # which plug-ins need not know
+                own[name] = given
         return mechanism(self.width, self.heads, self.kv_heads, layer=layer, dropout=self.dropout, **own)
 
     @classmethod
@@ -157,10 +182,11 @@ def sized(size: str, **changes: Any) -> DecoderConfig:
 class MLP(nn.Module):
     """SwiGLU: one projection gives values and gates."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, hidden: int | None = None, bias: bool = True) -> None:
         super().__init__()
-        self.expand = nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(2 * width, width)
+        hidden = 2 * width if hidden is None else hidden
+        self.expand = nn.Linear(width, 2 * hidden, bias=bias)
+        self.contract = nn.Linear(hidden, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,10 +199,10 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention_norm = nn.RMSNorm(config.width, config.norm_epsilon)
         self.attention = config.new_attention(layer)
-        self.mlp_norm = nn.RMSNorm(config.width)
-        self.mlp = MLP(config.width, config.dropout)
+        self.mlp_norm = nn.RMSNorm(config.width, config.norm_epsilon)
+        self.mlp = MLP(config.width, config.dropout, config.hidden, config.mlp_bias)
         self.adds_to_normalised = config.residual == "normalised"
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -209,7 +235,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(self.block_class(config, layer) for layer in range(config.layers))
-        self.norm = nn.RMSNorm(config.width)
+        self.norm = nn.RMSNorm(config.width, config.norm_epsilon)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight

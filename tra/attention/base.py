@@ -25,10 +25,13 @@ class Attention(nn.Module, ABC):
 
     Args:
         width: width of the input and output.
-        heads: number of query heads; each is ``width // heads`` wide.
+        heads: number of query heads.
         kv_heads: number of key and value heads (grouped-query attention), ``heads`` by default.
         layer: which block of a decoder it is in, from 0. Given by the decoder, so no option.
         dropout: probability of dropping an attention weight in training. Given by the decoder, so no option.
+        head_width: width of each head, ``width // heads`` by default. Given by the decoder, so no option.
+        bias: biases in all four projections or in none; in that of the output only by default. Given by the decoder,
+            so no option.
         qk_norm: normalise each head's query and key to root mean square 1, without a learned scale.
     """
 
@@ -58,24 +61,29 @@ class Attention(nn.Module, ABC):
         *,
         layer: int = 0,
         dropout: float = 0.0,
+        head_width: int | None = None,
+        bias: bool | None = None,
         qk_norm: bool = True,
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or width < 1 or width % heads:
+        if heads < 1 or width < 1 or (head_width is None and width % heads):
             raise ValueError(f"width must be a multiple of heads ({heads}), got {width}")
+        head_width = width // heads if head_width is None else head_width
+        if head_width < 1:
+            raise ValueError(f"head_width must be at least 1, got {head_width}")
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"kv_heads must divide heads ({heads}), got {kv_heads}")
         if layer < 0:
             raise ValueError(f"layer must be at least 0, got {layer}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}")
-        self.width, self.heads, self.kv_heads, self.head_width = width, heads, kv_heads, width // heads
+        self.width, self.heads, self.kv_heads, self.head_width = width, heads, kv_heads, head_width
         self.layer, self.dropout, self.qk_norm = layer, dropout, qk_norm
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        self.output = nn.Linear(width, width)
+        self.query = nn.Linear(width, heads * head_width, bias=bias is True)
+        self.key = nn.Linear(width, kv_heads * head_width, bias=bias is True)
+        self.value = nn.Linear(width, kv_heads * head_width, bias=bias is True)
+        self.output = nn.Linear(heads * head_width, width, bias=bias is not False)
 
     @abstractmethod
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:

@@ -8,7 +8,7 @@ from tra.signatures import Option, options_in
 if TYPE_CHECKING:
     from tra.attention.base import Attention
 
-GIVEN_BY_THE_DECODER = ("layer", "dropout")
+GIVEN_BY_THE_DECODER = ("layer", "dropout", "head_width", "bias")
 """Keyword-only arguments of every mechanism that are no options."""
 
 

@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 from tra.hub.adoption import adopt, unadopt
 from tra.hub.cache import TraCache
 from tra.hub.config import TraConfig
+from tra.hub.llama import from_llama
 from tra.hub.modeling import (
     TraForCausalLM,
     TraForQuestionAnswering,
@@ -44,6 +45,7 @@ __all__ = [
     "TraPreTrainedModel",
     "adopt",
     "from_decoder",
+    "from_llama",
     "to_decoder",
     "unadopt",
 ]

@@ -27,6 +27,11 @@ NAMES = {
     "dropout": "dropout",
     "residual": "residual",
     "tied_embeddings": "tie_word_embeddings",
+    "head_width": "head_dim",
+    "hidden": "intermediate_size",
+    "norm_epsilon": "rms_norm_eps",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
 }
 """What each field of a DecoderConfig is called in a TraConfig."""
 
@@ -74,7 +79,9 @@ AUTO_MAP = {
 class TraConfig(transformers.PreTrainedConfig):
     """Everything that determines a model: a DecoderConfig in the words of transformers, and the special tokens.
 
-    An unknown keyword is an error; an unknown key of a file is kept. There is no greatest length.
+    Where Llama has a name for something, so does this. ``attention_bias`` is Llama's, biases in all four projections or
+    in none; by default there is one in that of the output. An unknown keyword is an error; an unknown key of a file is
+    kept. There is no greatest length.
 
     Example:
         >>> TraConfig(vocab_size=100, attention="rope").decoder_config().width
@@ -89,6 +96,11 @@ class TraConfig(transformers.PreTrainedConfig):
     num_attention_heads: int = DecoderConfig.heads
     hidden_size: int = DecoderConfig.width
     num_key_value_heads: int | None = DecoderConfig.kv_heads
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    rms_norm_eps: float | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool = True
     attention: str = DecoderConfig.attention
     attention_options: dict[str, Any] | None = None
     dropout: float = DecoderConfig.dropout
@@ -104,6 +116,10 @@ class TraConfig(transformers.PreTrainedConfig):
         refuse_unknown(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 2 * self.hidden_size
         self.attention_options = self.decoder_config().attention_options  # raises what is wrong
         kwargs.pop("auto_map", None)  # which tools rewrite, and which is always the same
         self.auto_map = dict(AUTO_MAP)
@@ -118,6 +134,10 @@ class TraConfig(transformers.PreTrainedConfig):
         values = {ours: getattr(self, theirs) for ours, theirs in NAMES.items()}
         if self.num_key_value_heads == self.num_attention_heads:
             values["kv_heads"] = None
+        if self.num_attention_heads * (self.head_dim or 0) == self.hidden_size:
+            values["head_width"] = None
+        if self.intermediate_size == 2 * self.hidden_size:
+            values["hidden"] = None
         return DecoderConfig(**{**values, "attention_options": self.attention_options or {}})
 
     def to_dict(self) -> dict[str, Any]:
