@@ -23,8 +23,8 @@ def from_llama(
 ) -> TraForCausalLM:
     """A model of this package with a Llama's shape and a copy of its weights.
 
-    With ``attention="rope"`` it computes what the Llama does. Another mechanism starts with the Llama's projections, and
-    what it has beside them is drawn as in a new model; to keep RoPE under TRA, use :func:`tra.hub.adopt`.
+    With ``attention="rope"`` it computes what the Llama does. Another mechanism starts with the Llama's projections,
+    and what it has beside them is drawn as in a new model; to keep RoPE under TRA, use :func:`tra.hub.adopt`.
 
     Args:
         model: the Llama; its RoPE must be of type "default".
@@ -33,7 +33,7 @@ def from_llama(
     """
     if type(model) is not transformers.LlamaForCausalLM:
         raise ValueError(f"model must be a LlamaForCausalLM, got {type(model).__name__}")
-    config = model.config
+    config: Any = model.config
     rotary = config.rope_parameters
     if rotary["rope_type"] != "default":
         raise ValueError(f"model must have RoPE of type 'default', got {rotary['rope_type']!r}")
@@ -43,7 +43,7 @@ def from_llama(
     if any(issubclass(mechanism, RotaryAttention) for mechanism in find_mechanisms(attention)):
         options["theta"] = float(rotary["rope_theta"])
     shared = {name: getattr(config, name) for name in SHARED}
-    ours = TraForCausalLM(
+    ours: Any = TraForCausalLM(
         TraConfig(
             attention=attention,
             attention_options={**options, **(attention_options or {})},
@@ -51,10 +51,11 @@ def from_llama(
             residual="pre_norm",
             **shared,
         )
-    ).to(device=model.device, dtype=model.dtype)  # type: ignore[arg-type]
-    with torch.no_grad():
-        missing, unexpected = ours.load_state_dict(renamed(model.state_dict()), strict=False)
-    assert not unexpected and not any(name.split(".")[-2] in OURS.values() for name in missing), (missing, unexpected)
+    )
+    ours.to(device=model.device, dtype=model.dtype)
+    missing, unexpected = ours.load_state_dict(renamed(model.state_dict()), strict=False)
+    assert not unexpected, unexpected
+    assert not any(name.split(".")[-2] in OURS.values() for name in missing), missing
     return ours.eval()
 
 
