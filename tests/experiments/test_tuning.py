@@ -496,6 +496,8 @@ def test_what_was_tuned_on_one_seed_is_completed_with_the_other(
     one = replace(BOTH, tuning=replace(TWO_SEEDS, seeds=(1000,)))
     stored = one.perform(Request(tmp_path / "one", "smoke"))
     assert rates(stored.content) == {"tra": 2e-2}, "the coin's other side"
+    read = BOTH.perform(Request(tmp_path / "one", "smoke", train=False))
+    assert read.content["tuning"]["flip_flop tra"]["seeds"] == [1000], "it says what there is"
     run_here.clear()
     found = BOTH.perform(Request(tmp_path / "both", "smoke", join=[tmp_path / "one" / "results.json"]))
     assert [[cell.recipe.seed for cell in cells] for cells in run_here] == [[1001, 1001], [0, 1]]

@@ -44,11 +44,14 @@ def test_two_processes_give_the_weights_of_one(
     tmp_path: Path, launcher: list[str], one: dict[str, Any], two: dict[str, Any]
 ) -> None:
     sets = (Evaluation("iid", 16, 20), Evaluation("sparse", 16, 20))
-    recipe = replace(TINY, model=replace(TINY.model, dropout=0.0), steps=12, evaluations=sets)
+    recipe = replace(TINY, model=replace(TINY.model, dropout=0.0), steps=12, evaluations=sets, validate_every=6)
     train(replace(recipe, **one), tmp_path / "one")
     begin(replace(recipe, **two), tmp_path / "two")
     launched(launcher, "-m", "tra", "train", "--resume", str(tmp_path / "two"))
     assert_same_run(tmp_path / "two", tmp_path / "one", 12)
+    validated = [entry["step"] for entry in logged(tmp_path / "two") if "validation/loss" in entry]
+    assert validated == [6, 12], "all processes validate, and agree on which checkpoint is best"
+    assert Run(tmp_path / "two").watched().best == Run(tmp_path / "one").watched().best
     # Both wrote what they measured, of the same sequences.
     measured = [Run(tmp_path / name).results for name in ("one", "two")]
     assert [(x.set, x.length, x.examples) for x in measured[0]] == [(x.set, x.length, x.examples) for x in measured[1]]

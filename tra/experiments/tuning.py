@@ -160,7 +160,8 @@ class Evidence:
 def evidence_of(tuning: Tuning, column: str, rounds: Sequence[Round], decided: bool = True) -> Evidence:
     """What rounds of tuning come to; the last one decides, if there was one."""
     chosen, second = choose(tuning, rounds[-1].tried) if decided else (None, None)
-    return Evidence(column, list(tuning.seeds), rounds, chosen, second)
+    trained = min((len(one.losses) for one in rounds[-1].tried), default=len(tuning.seeds))
+    return Evidence(column, list(tuning.seeds)[:trained], rounds, chosen, second)
 
 
 def tuning_losses(measured: Mapping[Cell, Sequence[Result]], diverged: Iterable[Cell] = ()) -> Losses:
