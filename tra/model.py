@@ -20,7 +20,7 @@ from tra.attention.base import check_stream
 from tra.attention.cache import StaticCache
 from tra.attention.naming import find_mechanisms
 from tra.attention.options import options_of
-from tra.distributed import current
+from tra.distributed import ContextParallel, context_parallel, current
 from tra.generation import GREEDY, Reader, Sampling, stream_tokens
 from tra.lookup import lookup
 from tra.signatures import among, checked_options, format_value, mismatch
@@ -35,6 +35,8 @@ LOGITS_AT_ONCE = 1 << 29
 LOGITS_PER_PIECE = 1 << 26
 READ_AT_ONCE = 4096
 """Tokens of a prompt that pass through the model together: memory does not grow with longer ones but for the cache."""
+LEAST_PIECE = 16
+"""Tokens of the last of these pieces, at least."""
 
 
 @dataclass(frozen=True)
@@ -425,6 +427,9 @@ class Decoder(nn.Module):
     def reader(self, cache: Sequence[Cache] | None = None) -> Reader:
         """What reads tokens one call after another and scores the next one, by calling this model.
 
+        Within :func:`~tra.distributed.context_parallel` each process is given the same tokens, reads its shard of the
+        first ones, and then holds what all have read: they write the same tokens if they choose by the same seed.
+
         Args:
             cache: where it remembers them; a new one by default, otherwise one that holds no padding.
         """
@@ -435,7 +440,20 @@ class Decoder(nn.Module):
             nonlocal mask
             if mask is not None or key_mask is not None:
                 mask = extended_mask(mask, key_mask, len(caches[0]), tokens)
-            for piece in tokens.split(READ_AT_ONCE, dim=1):
+            shards = current()
+            if shards is None:
+                return read_here(tokens)
+            if not len(caches[0]) and tokens.shape[1] >= shards.size:
+                return read_together(shards, shards.shard(tokens), None if mask is None else shards.shard(mask))
+            with context_parallel(None):  # every process has read everything
+                return read_here(tokens)
+
+        def read_together(shards: ContextParallel, tokens: Tensor, key_mask: Tensor | None) -> Tensor:
+            scores = self(tokens, cache=caches, key_mask=key_mask, logits_to_keep=1)[:, -1]
+            return shards.exchange(scores.contiguous())[-1]  # of the last token, which the last process has
+
+        def read_here(tokens: Tensor) -> Tensor:
+            for piece in split_tokens(tokens, READ_AT_ONCE):
                 so_far = None if mask is None else mask[:, : len(caches[0]) + piece.shape[1]]
                 scores = self(piece, cache=caches, key_mask=so_far, logits_to_keep=1)[:, -1]
             return scores
@@ -463,10 +481,25 @@ class Decoder(nn.Module):
         context = Context(caches[0], key_mask, segment_ids).fitting(embedded)
         processes = current()
         if processes is not None:
-            if cache is not None:
-                raise ValueError("cache must be None for sequences that several processes share")
+            if cache is not None and lengths[0]:
+                raise ValueError(
+                    f"cache must be empty for sequences that processes share, it holds {lengths[0]} tokens"
+                )
             context = context._replace(shards=(processes, processes.layout(embedded, key_mask, segment_ids)))
         return context, caches
+
+
+def split_tokens(tokens: Tensor, size: int) -> tuple[Tensor, ...]:
+    """``[B, L, ...]`` in pieces of at most so many tokens, to be read one after another.
+
+    The last is not much shorter than the others: a matrix product with a few rows rounds differently than one with
+    many, and the pieces shall have the bits of the whole.
+    """
+    length, least = tokens.shape[1], min(LEAST_PIECE, size // 2)
+    sizes = [min(size, length - start) for start in range(0, length, size)]
+    if len(sizes) > 1 and sizes[-1] < least:
+        sizes[-2:] = [sizes[-2] - least, sizes[-1] + least]
+    return tokens.split(sizes, dim=1)
 
 
 def extended_mask(mask: Tensor | None, new: Tensor | None, read: int, tokens: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from tra import model as decoders
 from tra.attention.cache_file import FileCache
 from tra.errors import RunError
+from tra.hub import from_decoder, generation
+from tra.hub.generation import reader as hub_reader
 from tra.model import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(vocabulary=11, layers=2, heads=2, width=16)
@@ -85,12 +87,22 @@ def test_a_cache_in_a_file_is_the_cache_in_memory(model: Decoder, tmp_path: Path
         model.new_cache(tmp_path, capacity=0)
 
 
-def test_a_prompt_is_read_in_pieces(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = torch.randint(11, (2, 90))
-    mask = torch.arange(90).expand(2, 90) >= torch.tensor([[0], [17]])
-    expected = model.generate(tokens, 8, key_mask=mask)
+@pytest.mark.parametrize("size", [25, 44, 89], ids=str)
+@pytest.mark.parametrize("attention", ["tra", "tra-learned"])
+def test_a_prompt_read_in_pieces_has_the_bits_of_one_piece(
+    attention: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Decoder(replace(CONFIG, attention=attention)).eval()
+    tokens = torch.randint(11, (1, 90))
+    twice, mask = tokens.expand(2, 90), torch.arange(90).expand(2, 90) >= torch.tensor([[0], [17]])
+    scores, expected = model.reader()(tokens, None), model.generate(twice, 8, key_mask=mask)
+    hub = from_decoder(model).eval()
+    assert torch.equal(hub_reader(hub)(tokens, None), scores)
     lengths: list[int] = []
     model.register_forward_hook(lambda _, given, __: lengths.append(given[0].shape[1]))
-    monkeypatch.setattr(decoders, "READ_AT_ONCE", 25)
-    assert torch.equal(model.generate(tokens, 8, key_mask=mask), expected)
-    assert lengths[:5] == [25, 25, 25, 15, 1]
+    monkeypatch.setattr(decoders, "READ_AT_ONCE", size)
+    monkeypatch.setattr(generation, "READ_AT_ONCE", size)
+    assert torch.equal(model.reader()(tokens, None), scores)
+    assert lengths == {25: [25, 25, 25, 15], 44: [44, 28, 18], 89: [73, 17]}[size]
+    assert torch.equal(model.generate(twice, 8, key_mask=mask), expected)
+    assert torch.equal(hub_reader(hub)(tokens, None), scores)

@@ -99,7 +99,8 @@ class Attention(nn.Module, ABC):
         if context.shards is not None and not self.takes_shards:
             raise ValueError(
                 f"attention must go through the operator of this package to share sequences, {type(self).__name__} "
-                "does not; PyTorch's own context_parallel serves what goes through scaled_dot_product_attention"
+                "does not; PyTorch's own torch.distributed.tensor.experimental.context_parallel serves what goes "
+                "through scaled_dot_product_attention, on CUDA only: it has no sharding for the CPU's kernels"
             )
         if isinstance(context.cache, StaticCache) and not self.takes_static_cache:
             raise ValueError(

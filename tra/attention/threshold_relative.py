@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tra.attention.base import Attention, Context
 from tra.attention.gate import GatedAttention
-from tra.distributed.attention import sharded_attention
+from tra.distributed.attention import gather_keys, sharded_attention
 from tra.lookup import lookup
 from tra.ops import threshold_relative_attention
 from tra.ops.threshold_relative.op import IMPLEMENTATIONS
@@ -67,6 +67,9 @@ class OperatorAttention(Attention):
         rule, threshold, log_gate = self.rule(context), self.thresholds(x), self.log_gate(x)
         if context.shards is not None:
             del rule["key_mask"], rule["segment_ids"]  # which the layout holds, of all shards
+            if context.cache is not None:
+                shards, layout = context.shards
+                self.remembered(*gather_keys(shards, layout, key, value), context)
             return sharded_attention(*context.shards, query, key, value, log_gate, threshold=threshold, **rule)
         key, value, norm = self.remembered(key, value, context)
         context.note(query, key, 1 / math.sqrt(self.head_width), None, threshold, log_gate)

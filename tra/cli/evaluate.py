@@ -33,6 +33,8 @@ class Evaluate(Common):
     """Instead of generated sets, the published copy: "hub", or a folder that holds it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the mechanism, others than it was trained with, e.g. scaling=yarn factor=8 trained_length=128."""
+    context_parallel: int = 1
+    """How many of the processes that torchrun started share each sequence, each with a part of its tokens."""
     json: bool = False
     """Print JSON."""
 
@@ -62,6 +64,7 @@ def run(arguments: list[str]) -> int:
             stride=options.stride,
             data=options.data,
             options=options.options,
+            context_parallel=options.context_parallel,
         )
     if not first:
         return 0

@@ -43,6 +43,8 @@ class Generate(Common):
     """Go on from what was read before: a file that --save-cache wrote."""
     save_cache: Path | None = None
     """Store what is read now, so that --cache goes on from there without reading it again."""
+    context_parallel: int = 1
+    """How many processes read the prompt together, each a part of its tokens: all that torchrun started."""
     json: bool = False
     """Print a line of JSON for each piece of text as it comes, and one with the whole text and the speed at the end."""
 
@@ -52,30 +54,36 @@ def run(arguments: list[str]) -> int:
     sampling = _checked(options)
     prompt = or_file(options.prompt, "prompt")
     from tra.hub.generation import generate, load
+    from tra.runs.distributed import shared_prompt
 
     model, tokenizer = load(options.run)
 
     def show(piece: str) -> None:
+        if not first:
+            return
         if not options.json:
             print(piece, end="", flush=True)
         elif piece:
             print(json.dumps({"piece": piece}), flush=True)
 
     from_file = options.prompt.startswith("@") and not options.prompt.startswith("@@")
-    if not options.json and (options.echo or not from_file):
-        show(prompt)
-    result = generate(
-        model,
-        tokenizer,
-        prompt,
-        options.tokens,
-        sampling,
-        beams=options.beams,
-        seed=options.seed,
-        show=show,
-        cache=options.cache,
-        save_cache=options.save_cache,
-    )
+    with shared_prompt(model.model.decoder, options.context_parallel) as first:
+        if not options.json and (options.echo or not from_file):
+            show(prompt)
+        result = generate(
+            model,
+            tokenizer,
+            prompt,
+            options.tokens,
+            sampling,
+            beams=options.beams,
+            seed=options.seed,
+            show=show,
+            cache=options.cache,
+            save_cache=options.save_cache if first else None,
+        )
+    if not first:
+        return 0
     if options.json:
         print(json.dumps(result))
         return 0

@@ -65,6 +65,16 @@ def sharded_attention(
     return _Sharded.apply(shards, layout, call, impl, *inputs)
 
 
+def gather_keys(shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of all processes in each of them, for what is written behind these tokens; without gradients."""
+    both, most = torch.cat([key, value], -1).detach(), max(layout.lengths)
+    padded = torch.nn.functional.pad(both, (0, 0, 0, most - both.shape[2]))
+    parts = zip(shards.exchange(padded), layout.lengths, strict=True)
+    shards.traffic.bytes += padded.nbytes * (shards.size - 1)
+    whole = torch.cat([part[:, :, :count] for part, count in parts], 2)
+    return whole[..., : key.shape[3]], whole[..., key.shape[3] :]
+
+
 def _row_bounds(shards: ContextParallel, layout: Layout, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """[B, Hq, n]: the bound on each row's scores that one process finds by the norms of all keys before it."""
     wide = torch.promote_types(key.dtype, torch.float32)

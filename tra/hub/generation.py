@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from tra.distributed import context_parallel, current
 from tra.environment import best_device
 from tra.errors import RunError
 from tra.files import opened, read_json
@@ -22,7 +23,7 @@ from tra.hub.cache import TraCache, TraLayer
 from tra.hub.config import TraConfig
 from tra.hub.export import as_pretrained
 from tra.hub.modeling import TraForCausalLM
-from tra.model import READ_AT_ONCE
+from tra.model import READ_AT_ONCE, split_tokens
 from tra.runs.folder import find_run
 from tra.text.tokenizer import encoded, panics_caught
 
@@ -223,9 +224,20 @@ def reader(model: TraForCausalLM, past: transformers.Cache | None = None) -> Rea
         nonlocal past
         if key_mask is not None:
             raise ValueError("key_mask must be None: one prompt is continued at a time")
-        for piece in tokens.split(READ_AT_ONCE, dim=1):
+        past = TraCache(model.model.decoder) if past is None else past
+        shards = current()
+        if shards is None:
+            return read_here(tokens)
+        if not past.get_seq_length() and tokens.shape[1] >= shards.size:
+            mine = shards.shard(tokens)
+            scores = model(input_ids=mine, past_key_values=past, logits_to_keep=1, return_dict=True).logits[:, -1]
+            return shards.exchange(scores.contiguous())[-1]  # of the last token, which the last process has
+        with context_parallel(None):  # every process has read everything
+            return read_here(tokens)
+
+    def read_here(tokens: Tensor) -> Tensor:
+        for piece in split_tokens(tokens, READ_AT_ONCE):
             out = model(input_ids=piece, past_key_values=past, use_cache=True, logits_to_keep=1, return_dict=True)
-            past = out.past_key_values
         return out.logits[:, -1]
 
     return read

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from tra.attention.naming import find_mechanisms
+from tra.distributed import current
 from tra.hub.cache import TraCache, TraLayer, TraStaticLayer, prepare_cache
 from tra.hub.config import UNDERSTOOD, TraConfig, refuse_unknown
 from tra.hub.packing import FLATTENED, positioned_segments, told_segments
@@ -216,7 +217,7 @@ class TraModel(TraPreTrainedModel):
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             log.warning_once("past_key_values is left out: blocks that are computed again would write to it twice")
             past_key_values = None
-        elif use_cache and past_key_values is None:
+        elif use_cache and past_key_values is None and current() is None:  # all keys would be sent around
             past_key_values = TraCache(self.decoder, layers)
         refuse_arguments(kwargs)
         caches = None if past_key_values is None else prepare_cache(past_key_values, self.decoder, layers)
@@ -228,6 +229,8 @@ class TraModel(TraPreTrainedModel):
             key_mask = key_mask_of(attention_mask, batch, new + (0 if first is None else first.get_seq_length()))
         if segment_ids is None:
             segment_ids = documents(first, inputs_embeds, key_mask, position_ids, kwargs)
+            if segment_ids is not None and current() is not None:
+                raise ValueError("segment_ids must be given for packed documents in rows that processes share")
         cache = None if caches is None else [layer.stored for layer in caches]
         streams: list[Any] | None = [] if _wanted(self, "output_hidden_states", output_hidden_states) else None
         weights: list[Any] | None = [] if _wanted(self, "output_attentions", output_attentions) else None
@@ -422,6 +425,10 @@ class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic", "static"):
             raise ValueError(f"cache_implementation must be None, 'dynamic' or 'static', got {asked!r}")
+        if current() is not None:
+            raise ValueError(
+                "generate must be called outside of context_parallel: tra.hub.generation.generate shares prompts"
+            )
         return super()._prepare_cache_for_generation(generation_config, *args)  # type: ignore[misc]
 
     @staticmethod

@@ -12,7 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
 from tra.attention.naming import find_mechanisms
-from tra.distributed import ContextParallel
+from tra.distributed import ContextParallel, context_parallel
 from tra.lookup import lookup
 from tra.model import Block, Decoder
 from tra.progress import hidden
@@ -57,9 +57,15 @@ def _forget_earlier_runs(cpu: bool) -> None:
     vars(PartialState(cpu=cpu)).clear()
 
 
-def share_sequences(accelerator: Accelerator, model: Decoder, count: int) -> ContextParallel | None:
+def check_sharing(count: int, processes: int) -> None:
+    """Raise a ValueError unless so many of the processes can share each sequence."""
+    if count < 1 or processes % count:
+        raise ValueError(f"context_parallel must divide the number of processes, {processes}, got {count}")
+
+
+def share_sequences(model: Decoder, device: torch.device, count: int, processes: int) -> ContextParallel | None:
     """Groups of so many processes that share each sequence: a mesh of data parallel x context parallel."""
-    processes = accelerator.num_processes
+    check_sharing(count, processes)
     if count == 1:
         return None
     for mechanism in find_mechanisms(model.config.attention):
@@ -70,8 +76,22 @@ def share_sequences(accelerator: Accelerator, model: Decoder, count: int) -> Con
             )
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(accelerator.device.type, (processes // count, count), mesh_dim_names=("data", "context"))
+    mesh = init_device_mesh(device.type, (processes // count, count), mesh_dim_names=("data", "context"))
     return ContextParallel(mesh["context"])
+
+
+@contextmanager
+def shared_prompt(model: Decoder, count: int) -> Iterator[bool]:
+    """Within this, the processes that torchrun started read a prompt together; whether this is the first of them."""
+    if count == 1:
+        yield True
+        return
+    with process_group() as first:
+        processes = PartialState().num_processes
+        if processes != count:
+            raise ValueError(f"context_parallel must be the number of processes, {processes}, got {count}")
+        with context_parallel(share_sequences(model, model.embedding.weight.device, count, processes)):
+            yield first
 
 
 @contextmanager

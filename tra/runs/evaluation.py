@@ -9,10 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
+from tra.distributed import ContextParallel, context_parallel
 from tra.lookup import lookup
-from tra.model import Decoder
+from tra.model import Decoder, split_tokens
 from tra.progress import progress, say
+from tra.runs.distributed import share_sequences
 from tra.runs.folder import Run, load_run
 from tra.runs.memory import check_evaluation
 from tra.tasks import Batch, Evaluation, Prediction, Result, Task
@@ -35,6 +38,7 @@ def evaluate(
     stride: int | None = None,
     data: Path | str | None = None,
     options: Mapping[str, Any] | None = None,
+    context_parallel: int = 1,
 ) -> list[Result]:
     """Measure a trained run on its recipe's sets, or on others. Nothing is stored.
 
@@ -48,15 +52,18 @@ def evaluate(
         stride: of a text: let windows overlap and move on by this many tokens.
         data: in place of the task's own sets, the copy that its authors published: "hub", or a folder that holds it.
         options: of the mechanism, others than it was trained with: RoPE's scaling to longer sequences, say.
+        context_parallel: how many processes share each sequence, each with a part of its tokens; it divides their
+            number.
     """
     run = run if isinstance(run, Run) else load_run(run)
     sets = (sets,) if isinstance(sets, str) else sets
     lengths = (lengths,) if isinstance(lengths, int) else lengths
     recipe, task, model = run.recipe, run.task, run.model if not options else with_options(run.model, options)
+    shards = share_sequences(model, model.head.weight.device, context_parallel, _processes()[0])
     if data is not None:
         names = sets or tuple(dict.fromkeys(entry.name for entry in recipe.evaluations))
-        return measure_published(model, task, names, None if data == "hub" else Path(data))
-    return measure_all(model, task, chosen(run, sets, lengths, examples, stride), model.config.label)
+        return measure_published(model, task, names, None if data == "hub" else Path(data), shards)
+    return measure_all(model, task, chosen(run, sets, lengths, examples, stride), model.config.label, shards)
 
 
 def with_options(model: Decoder, options: Mapping[str, Any]) -> Decoder:
@@ -85,7 +92,13 @@ def chosen(
     ]
 
 
-def measure_all(model: Decoder, task: Task, evaluations: Sequence[Evaluation], label: str) -> list[Result]:
+def measure_all(
+    model: Decoder,
+    task: Task,
+    evaluations: Sequence[Evaluation],
+    label: str,
+    shards: ContextParallel | None = None,
+) -> list[Result]:
     """Measure a model on several sets, with a line for each length as it is done."""
     for evaluation in evaluations:
         lookup(task.evaluation_sets(), evaluation.name, "evaluation set")
@@ -95,7 +108,7 @@ def measure_all(model: Decoder, task: Task, evaluations: Sequence[Evaluation], l
     told = 0
     with progress(f"measuring {label}", len(evaluations), "set") as update:
         for done, evaluation in enumerate(evaluations, 1):
-            results.append(measure(model, task, evaluation))
+            results.append(measure(model, task, evaluation, shards))
             update(done, **{task.measure.measure: results[-1].value})
             if done == len(evaluations) or evaluations[done].length != evaluation.length:
                 values = "  ".join(f"{result.set_label} {result.value:.3f}" for result in results[told:])
@@ -105,14 +118,20 @@ def measure_all(model: Decoder, task: Task, evaluations: Sequence[Evaluation], l
     return results
 
 
-def measure(model: Decoder, task: Task, evaluation: Evaluation) -> Result:
+def measure(model: Decoder, task: Task, evaluation: Evaluation, shards: ContextParallel | None = None) -> Result:
     """Measure a model on one named set."""
     tokens = min(TOKENS_PER_BATCH, LOGITS_PER_BATCH // model.config.vocabulary)
     batches = task.evaluation_batches(evaluation, max(1, tokens // max(1, evaluation.length)))
-    return task.score(evaluation, predict(model, batches))
+    return task.score(evaluation, predict(model, batches, shards))
 
 
-def measure_published(model: Decoder, task: Task, names: Sequence[str], folder: Path | None) -> list[Result]:
+def measure_published(
+    model: Decoder,
+    task: Task,
+    names: Sequence[str],
+    folder: Path | None,
+    shards: ContextParallel | None = None,
+) -> list[Result]:
     """Measure a model on splits of the copy that the task's authors published."""
     results = []
     for name in names:
@@ -120,36 +139,53 @@ def measure_published(model: Decoder, task: Task, names: Sequence[str], folder: 
         length = whole.tokens.shape[1]
         size = max(1, TOKENS_PER_BATCH // length)
         batches = (whole[start : start + size] for start in range(0, len(whole), size))
-        results.append(task.score(Evaluation(name, length, len(whole)), predict(model, batches)))
+        results.append(task.score(Evaluation(name, length, len(whole)), predict(model, batches, shards)))
     return results
 
 
 @torch.inference_mode()
-def predict(model: Decoder, batches: Iterable[Batch]) -> Iterator[Prediction]:
+def predict(model: Decoder, batches: Iterable[Batch], shards: ContextParallel | None = None) -> Iterator[Prediction]:
     """What a model, in evaluation mode, makes of each batch.
 
     Processes that torchrun started take turns at the batches, and each gets what all of them found, in order: as many
-    batches of the same size as one process has, so the same bits.
+    batches of the same size as one process has, so the same bits. With shards, it is groups of processes that take
+    turns, and those of a group share a batch's sequences.
     """
     device = model.head.weight.device
-    processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    processes, rank = _processes()
+    sharing = 1 if shards is None else shards.size
     was_training = model.training
     model.eval()
     remaining = iter(batches)
     try:
-        while turn := list(islice(remaining, processes)):
-            mine = _predict(model, turn[rank].to(device)) if rank < len(turn) else None
-            yield from _of_all(mine, processes)
+        while turn := list(islice(remaining, processes // sharing)):
+            shortest = min(batch.tokens.shape[1] - 1 for batch in turn)
+            if shortest < sharing:
+                raise ValueError(f"context_parallel must be at most the {shortest} tokens of a sequence, got {sharing}")
+            own = rank // sharing
+            mine = None
+            if own < len(turn):
+                batch = turn[own].to(device)
+                mine = _predict(model, batch) if shards is None else _predict_shard(model, batch, shards)
+            yield from _of_all(mine, processes, sharing)
     finally:
         model.train(was_training)
 
 
-def _of_all(mine: Prediction | None, processes: int) -> Iterator[Prediction]:
+def _processes() -> tuple[int, int]:
+    """How many there are, and which this is."""
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def _of_all(mine: Prediction | None, processes: int, sharing: int) -> Iterator[Prediction]:
     found = [mine]
     if processes > 1:
         found = [None] * processes
         dist.all_gather_object(found, mine)
-    return (prediction for prediction in found if prediction is not None)
+    whole = [prediction for prediction in found if prediction is not None]
+    for start in range(0, len(whole), sharing):
+        parts = whole[start : start + sharing]
+        yield parts[0] if sharing == 1 else Prediction(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
 
 
 def _predict(model: Decoder, batch: Batch) -> Prediction:
@@ -158,10 +194,29 @@ def _predict(model: Decoder, batch: Batch) -> Prediction:
     if inputs.shape[1] > TOKENS_PER_PIECE:
         cache, size = model.new_cache(), min(TOKENS_PER_PIECE, max(64, SCORES_PER_PIECE // inputs.numel()))
     right, loss = [], []
-    for piece, target in zip(*(x.split(size, dim=1) for x in (inputs, targets)), strict=True):
-        logits = model(piece, cache=cache).float()
-        right.append(logits.argmax(dim=-1) == target)
-        loss.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target))
+    for piece, target in zip(*(split_tokens(x, size) for x in (inputs, targets)), strict=True):
+        found = _judged(model(piece, cache=cache), target)
+        right.append(found[0])
+        loss.append(found[1])
     lost = torch.cat(loss, dim=1).masked_fill(~counted, 0.0)
     # To the CPU, for sums in float64, which some devices have not.
     return Prediction(torch.cat(right, dim=1).cpu(), lost.cpu(), counted.cpu())
+
+
+def _predict_shard(model: Decoder, batch: Batch, shards: ContextParallel) -> Prediction:
+    """This process's part of what the processes that share a batch find; their keys stay where they are."""
+    whole = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.counted[:, 1:]
+    inputs, targets, counted = (shards.shard(x) for x in whole)
+    with context_parallel(shards):
+        hidden = model.hidden(inputs)
+    pieces = zip(hidden.split(TOKENS_PER_PIECE, dim=1), targets.split(TOKENS_PER_PIECE, dim=1), strict=True)
+    right, loss = zip(*(_judged(model.head(piece), target) for piece, target in pieces), strict=True)
+    lost = torch.cat(loss, dim=1).masked_fill(~counted, 0.0)
+    return Prediction(torch.cat(right, dim=1).cpu(), lost.cpu(), counted.cpu())
+
+
+def _judged(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Which predictions are right, and the loss of each."""
+    logits = logits.float()
+    loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    return logits.argmax(dim=-1) == target, loss.view_as(target)

@@ -20,7 +20,7 @@ from tra.progress import hidden, progress, say
 from tra.recipes import Recipe
 from tra.runs import checkpoint
 from tra.runs.batches import training_batches
-from tra.runs.distributed import agreed, make_accelerator, share_sequences
+from tra.runs.distributed import agreed, check_sharing, make_accelerator, share_sequences
 from tra.runs.evaluation import measure as measure_set
 from tra.runs.evaluation import measure_all
 from tra.runs.folder import Run
@@ -95,8 +95,7 @@ def train(
 def _check_division(recipe: Recipe, accelerator: Accelerator, context_parallel: int) -> None:
     """Whether the processes can share the batch, and each its part of memory."""
     processes = accelerator.num_processes
-    if context_parallel < 1 or processes % context_parallel:
-        raise ValueError(f"context_parallel must divide the number of processes, {processes}, got {context_parallel}")
+    check_sharing(context_parallel, processes)
     pieces = processes // context_parallel * recipe.accumulate
     if recipe.batch % pieces:
         raise ValueError(
@@ -117,7 +116,7 @@ class _Trainer:
         self.model.checkpoint_blocks = recipe.gradient_checkpointing
         if recipe.init_from is not None and not agreed(bool(run.checkpoints.steps())):
             load_initial_weights(recipe.init_from, self.model)
-        self.shards = share_sequences(accelerator, self.model, context_parallel)
+        self.shards = share_sequences(self.model, accelerator.device, context_parallel, accelerator.num_processes)
         self.context_parallel = context_parallel
         self.update = TrainingStep(
             self.model,
