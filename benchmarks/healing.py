@@ -1,16 +1,15 @@
-"""TRA in a pretrained model: what a small Llama keeps at once and after a short training, and what it can still find.
+"""TRA in a pretrained model: what a small Llama keeps at once and after a short training.
 
-    python benchmarks/healing.py --data DATA --work WORK [--seeds 3] [--steps 0 200] [--settings NAME ...]
+    python benchmarks/healing.py --data DATA --work WORK [--seeds 3] [--steps 0 200] [--settings NAME ...] [--keys]
     python benchmarks/healing.py --data DATA --work WORK --choices
     python benchmarks/healing.py --work WORK --table FOLDER
 
-A Llama is trained with RoPE on short windows of WikiText-2 (DATA holds train.txt, valid.txt and test.txt); a quarter of
-the windows end with the passage that they begin with, so that it learns to use what it has read. Each setting changes
-the model and trains it for some more steps on the same windows. Measured are the perplexity of the whole validation
-text at several lengths, that of passages that occur a second time, and, after a fine-tuning on short texts, how often a
-key of three digits is found in a long one. `--choices` compares options of `adopt` on the test text, so that defaults
-are not chosen on what is reported. Every measurement is added to WORK/results.jsonl, and what is there already is not
-done again. `--table` writes what was measured and the tables to a folder.
+A Llama is trained with RoPE on short windows of WikiText-2 (DATA holds train.txt, valid.txt and test.txt). Each setting
+changes the model and trains it for some more steps on such windows. Measured are the perplexity of the whole validation
+text by place in a window, and that of passages that occur a second time; with `--keys` also how often one of ten keys
+is found in a text after a fine-tuning on short ones. `--choices` compares options of `adopt` on a part of the test
+text, so that defaults are not chosen on what is reported. Every measurement is added to WORK/results.jsonl, and what is
+there already is not done again. `--table` writes what was measured and the tables to a folder.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import copy
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from tra.environment import environment
 from tra.hub import adopt
-from tra.hub.adoption import TraGates
+from tra.hub.adopted_attention import TraGates
 
 WINDOW = 128
 """Tokens of a training window; nothing longer is ever trained on."""
@@ -100,10 +99,11 @@ def tra(model: Any, **options: Any) -> Any:
     return adopt(model, **options)
 
 
+WINDOWED = "sliding window of 128"
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     "RoPE": as_it_is,
     "YaRN": yarn,
-    "sliding window of 128": window,
+    WINDOWED: window,
     "positions dropped (DroPE)": without_positions,
     "RoPE and fixed decay (ALiBi's slopes)": fixed_decay,
     "TRA, every key kept": partial(tra, threshold=None),
@@ -205,7 +205,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     gates = [weight for module in model.modules() if isinstance(module, TraGates) for weight in module.parameters()]
     own = {id(weight) for weight in gates}
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [weight for weight in model.parameters() if id(weight) not in own]},
         {"params": [weight for weight in gates if weight.requires_grad], "lr": rate * gate_rate},
     ]
@@ -297,19 +297,42 @@ def table(results: list[dict[str, Any]]) -> str:
     """Markdown: means over seeds with 95% intervals, Student's t over seeds."""
     columns = [("perplexity", f"to {length:,}", str(length)) for length in LENGTHS]
     columns += [("repeated", f"again after {gap:,}", str(gap)) for gap in GAPS]
-    columns += [("keys", f"keys at {length:,}", str(length)) for length in KEY_TEXTS]
+    if all("keys" in row for row in results):
+        columns += [("keys", f"keys at {length:,}", str(length)) for length in KEY_TEXTS]
     lines = [
         f"| setting | steps | {' | '.join(title for _, title, _ in columns)} | seeds |",
         "|---|---:|" + "---:|" * (len(columns) + 1),
     ]
-    names = list(dict.fromkeys(row["setting"] for row in results))
+    for name, steps, rows in _groups(results):
+        cells = [_cell(kind, [row[kind][key] for row in rows]) for kind, _, key in columns]
+        lines.append(f"| {name} | {steps:,} | {' | '.join(cells)} | {len(rows)} |")
+    return "\n".join(lines) + "\n"
+
+
+def differences(results: list[dict[str, Any]], control: str) -> str:
+    """Markdown: perplexity less that of a control with the same seed and steps, where several seeds were measured."""
+    lines = [
+        f"| setting | steps | {' | '.join(f'to {length:,}' for length in LENGTHS)} |",
+        "|---|---:|" + "---:|" * len(LENGTHS),
+    ]
+    beside = {(row["seed"], row["steps"]): row["perplexity"] for row in results if row["setting"] == control}
+    for name, steps, rows in _groups(results):
+        if name != control and len(rows) > 1:
+            cells = [
+                _cell("less", [row["perplexity"][key] - beside[row["seed"], steps][key] for row in rows])
+                for key in map(str, LENGTHS)
+            ]
+            lines.append(f"| {name} | {steps:,} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _groups(results: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
+    """The seeds of each setting and number of steps."""
     for steps in sorted({row["steps"] for row in results}):
-        for name in sorted(names, key=[*SETTINGS, *CHOICES].index):
+        for name in (*SETTINGS, *CHOICES):
             rows = [row for row in results if (row["setting"], row["steps"]) == (name, steps)]
             if rows:
-                cells = [_cell(kind, [row[kind][key] for row in rows if kind in row]) for kind, _, key in columns]
-                lines.append(f"| {name} | {steps} | {' | '.join(cells)} | {len(rows)} |")
-    return "\n".join(lines) + "\n"
+                yield name, steps, rows
 
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -317,10 +340,8 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 def _cell(kind: str, values: list[float]) -> str:
-    if not values:
-        return ""
     unit, digits = (100, 0) if kind == "keys" else (1, 1)
-    mean = f"{unit * statistics.fmean(values):.{digits}f}"
+    mean = f"{unit * statistics.fmean(values):{'+' if kind == 'less' else ''}.{digits}f}"
     if len(values) not in STUDENT:
         return mean
     half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
@@ -349,7 +370,8 @@ def write_tables(work: Path, folder: Path) -> None:
     )
     reported = [row for row in rows if row["setting"] in SETTINGS]
     choices = [row for row in rows if row["setting"] in CHOICES]
-    (folder / "table.md").write_text(table(reported) + "\n" + table(choices))
+    tables = table(reported), differences(reported, WINDOWED), table(choices)
+    (folder / "table.md").write_text("\n".join(tables))
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from transformers.models.auto import modeling_auto
 
 import tra.hub
 from tra.hub import adoption
+from tra.hub.adopted_attention import Options
 
 from .generation.test_utils import GenerationTesterMixin
 from .test_modeling_common import ModelTesterMixin, ids_tensor
@@ -75,7 +76,7 @@ class AdoptedLlamaTest(Cases, unittest.TestCase):
         config = adoption.adopted_class(transformers.LlamaConfig)(
             intermediate_size=64, max_position_embeddings=512, **shared
         )
-        config.tra = asdict(adoption.Options())
+        config.tra = asdict(Options())
         return config
 
     def test_can_set_attention_dynamically(self) -> None:

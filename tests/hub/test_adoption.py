@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.hub.families import VOCABULARY, WITH_WINDOWS, build_family, families, tokens_of
 from tra.hub import adopt, unadopt
-from tra.hub.adoption import TraGates
+from tra.hub.adopted_attention import TraGates
 
 OPEN = {"gate_bias": 100.0, "threshold": None}
 """Gates open and every key kept: the original."""

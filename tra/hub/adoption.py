@@ -1,38 +1,28 @@
 """TRA in a pretrained model of transformers: weights kept, attention replaced through its public interfaces.
 
-A hook before each attention module computes gates and thresholds from the module's input and passes them to the
-attention function "tra", which is registered beside "sdpa". The class of an adopted model is a subclass of the original
-with its own model type, so that it is not loaded as the original by mistake.
+The class of an adopted model is a subclass of the original with its own model type, so that it is not loaded as the
+original by mistake; its attention is in :mod:`tra.hub.adopted_attention`.
 """
 
 import copy as copying
 import functools
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from torch import nn
 from transformers.utils import logging
 
-from tra.attention.dense import dense_mix, dense_softmax, full_product
-from tra.attention.threshold_relative import KEEPS_ALL, THRESHOLD_RATE, LearnedThreshold
+from tra.attention.threshold_relative import LearnedThreshold
 from tra.errors import RunError
 from tra.files import written_aside
 from tra.hub.adapters import tell_peft
+from tra.hub.adopted_attention import NAME, Options, TraGates, before_attention
 from tra.hub.config import MODULE, leads_to
-from tra.hub.packing import positioned_segments, told_segments
-from tra.lookup import lookup
-from tra.ops import threshold_relative_attention
-from tra.ops.threshold_relative.op import IMPLEMENTATIONS
-from tra.ops.visibility import visible_keys
 
 FAMILIES = (
     "cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo", "olmo2", "phi", "phi3",
@@ -48,9 +38,6 @@ REASONS = {
 }
 """Why other models cannot be adopted, where that is known."""
 
-NAME = "tra"
-"""Of the attention function, of the module with gates, and of the options in a config."""
-
 AUTO_CLASSES = {
     "AutoModel": transformers.MODEL_MAPPING,
     "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -58,52 +45,6 @@ AUTO_CLASSES = {
     "AutoModelForTokenClassification": transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
 """Which models of a family can be adopted: those that these classes build, by the mapping that says which."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a config remembers of an adoption; the arguments of :func:`adopt`."""
-
-    layers: list[int] | None = None
-    drop_positions: bool | list[int] = False
-    gate_bias: float = 3.0
-    threshold: float | str | None = "query"
-    threshold_start: float = -4.0
-    straight_through: float = 0.5
-    tolerance: float | None = None
-    impl: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not -math.inf < self.gate_bias < math.inf:
-            raise ValueError(f"gate_bias must be a finite number, got {self.gate_bias!r}")
-        if isinstance(self.threshold, str):
-            lookup(dict.fromkeys(get_args(LearnedThreshold)), self.threshold, "threshold")
-            if not self.straight_through > 0.0:
-                raise ValueError(
-                    "straight_through must be greater than 0 for a learned threshold, whose gradient passes through "
-                    f"it; 0.5 does well, got {self.straight_through!r}"
-                )
-        elif self.threshold is not None and not -math.inf < self.threshold < math.inf:
-            raise ValueError(f"threshold must be a finite number, 'head', 'query' or None, got {self.threshold!r}")
-        if not -math.inf < self.threshold_start < math.inf:
-            raise ValueError(f"threshold_start must be a finite number, got {self.threshold_start!r}")
-        if not 0.0 <= self.straight_through < math.inf:
-            raise ValueError(f"straight_through must be a temperature of at least 0, got {self.straight_through!r}")
-        if self.tolerance is not None and not 0.0 <= self.tolerance < math.inf:
-            raise ValueError(f"tolerance must be None or a number of at least 0, got {self.tolerance!r}")
-        lookup({"auto": None, **IMPLEMENTATIONS}, self.impl, "impl")
-
-    def chosen(self, name: str, layers: int) -> set[int]:
-        """Which of so many layers an option names."""
-        given = getattr(self, name)
-        if given is None or given is True:
-            return set(range(layers))
-        if given is False:
-            return set()
-        for layer in given:
-            if not isinstance(layer, int) or not 0 <= layer < layers:
-                raise ValueError(f"{name} must hold layers from 0 to {layers - 1}, got {layer!r}")
-        return set(given)
 
 
 def adopt(
@@ -263,54 +204,6 @@ def checked_layers(options: Options, model: transformers.PreTrainedModel) -> tup
     return options.chosen("layers", count), options.chosen("drop_positions", count)
 
 
-class TraGates(nn.Module):
-    """Gate and threshold of each head, read from each token. No linear layers: tools would quantise and adapt those."""
-
-    def __init__(self, width: int, heads: int, options: Options) -> None:
-        super().__init__()
-        self.options = options
-        self.gate_weight = nn.Parameter(torch.empty(heads, width))
-        self.gate_bias = nn.Parameter(torch.empty(heads))
-        if isinstance(options.threshold, str):
-            self.threshold_bias = nn.Parameter(torch.empty(heads))
-        if options.threshold == "query":
-            self.threshold_weight = nn.Parameter(torch.empty(heads, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Nothing is drawn at random: every token starts with the same gate and threshold."""
-        for name, parameter in self.named_parameters():
-            start = {
-                "gate_bias": self.options.gate_bias,
-                "threshold_bias": self.options.threshold_start / THRESHOLD_RATE,
-            }
-            nn.init.constant_(parameter, start.get(name, 0.0))
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, float | Tensor]:
-        """The logarithm of the gates ``[B, heads, L]`` in float32; the threshold, a number or ``[B, heads, L]``."""
-        # Distance multiplies the gate's error: nothing after the product is rounded to half precision.
-        log_gate = F.logsigmoid(F.linear(hidden, self.gate_weight, self.gate_bias).float()).transpose(1, 2)
-        threshold = self.options.threshold
-        if not isinstance(threshold, str):
-            return log_gate, KEEPS_ALL if threshold is None else float(threshold)
-        bias = THRESHOLD_RATE * self.threshold_bias
-        if threshold == "head":
-            return log_gate, bias[:, None]
-        return log_gate, F.linear(hidden, self.threshold_weight, bias).transpose(1, 2)
-
-
-class Call(NamedTuple):
-    """What the hook before an attention module tells the attention function."""
-
-    gates: tuple[Tensor, float | Tensor] | None
-    """Log gates and thresholds; None for a layer that keeps its attention."""
-    options: Options
-    end: int | Tensor | None
-    """How many tokens a cache of fixed size holds after this call; None where there is no other than these."""
-    segments: Tensor | None
-    """The packed document of each token; None if there is one."""
-
-
 def attention_modules(model: nn.Module) -> Iterator[Any]:
     """Those that call an attention function, as transformers writes them."""
     for module in model.modules():
@@ -359,162 +252,6 @@ def rotary_scale(model: nn.Module, attention: Any) -> float:
             if hasattr(module, name):
                 return float(getattr(module, name))
     return 1.0
-
-
-def before_attention(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, options: Options, rotary_scale: float | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The hook: what an attention module is called with, and beside it a :class:`Call` for the attention function."""
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    batch, tokens = hidden.shape[:2]
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-    end = segments = None
-    if cache is not None and cache.layers and cache.layers[min(module.layer_idx, len(cache.layers) - 1)].is_compileable:
-        end = cache.get_query_offset(module.layer_idx) + tokens
-    segments = told_segments(batch, tokens, hidden.device, kwargs)
-    # While compiling, the data cannot tell whether a document begins behind tokens in the cache.
-    looked = cache is None or not torch.compiler.is_compiling()
-    if segments is None and tokens > 1 and kwargs.get("position_ids") is not None and looked:
-        mask = kwargs.get("attention_mask")
-        if mask is not None:  # of the new tokens; in a matrix, whether each of them sees itself
-            mask = mask[:, -tokens:] if mask.dim() == 2 else mask[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
-            mask = mask == 0 if mask.is_floating_point() else mask.bool()
-            mask = mask.expand(batch, tokens)
-        segments = positioned_segments(kwargs["position_ids"], mask, batch, tokens)
-    if cache is not None and not torch.compiler.is_compiling():
-        if getattr(cache, "tra_packed", False) and cache.get_seq_length(module.layer_idx) > 0:
-            raise ValueError("past_key_values must not hold packed documents, which later tokens cannot tell apart")
-        if segments is not None:
-            cache.tra_packed = True
-    gates = getattr(module, NAME, None)
-    kwargs["tra_call"] = Call(None if gates is None else gates(hidden), options, end, segments)
-    if rotary_scale is not None and kwargs.get("position_embeddings") is not None:
-        cos, sin = kwargs["position_embeddings"]
-        kwargs["position_embeddings"] = (torch.full_like(cos, rotary_scale), torch.zeros_like(sin))
-    return args, kwargs
-
-
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    allow_is_causal_skip: bool = True,
-    **keywords: Any,
-) -> Tensor | None:
-    """What attention modules are handed as their mask: padding ``[B, Lk]``, or for windows and masks of a user's own
-    ``[B, 1, Lq, Lk]``. Packed documents are found by the hook, without a matrix."""
-    if local_size is not None or use_vmap:
-        keywords |= {"attention_mask": attention_mask, "local_size": local_size, "use_vmap": use_vmap}
-        keywords |= {"q_offset": q_offset, "kv_offset": kv_offset, "allow_is_causal_skip": False}
-        return sdpa_mask(batch_size, q_length, kv_length, **keywords)
-    if attention_mask is None:
-        return None
-    mask = attention_mask[:, kv_offset : kv_offset + kv_length]
-    if mask.shape[1] < kv_length:  # a cache of fixed size
-        mask = F.pad(mask, (0, kv_length - mask.shape[1]))
-    elif not torch.compiler.is_compiling() and mask.all():
-        return None
-    return mask
-
-
-def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    output_attentions: bool | None = None,
-    tra_call: Call | None = None,
-    **keywords: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The attention function "tra" of transformers: ``[B, L, Hq, D]``, and weights where they are asked for."""
-    if tra_call is None:
-        raise ValueError(
-            f"attn_implementation must not be '{NAME}' for a model without gates: adopt it with tra.hub.adopt(model), "
-            f"got {type(module).__name__}"
-        )
-    gates, options, end, segments = tra_call
-    if scaling is None:
-        scaling = 1.0 / math.sqrt(query.shape[3])
-    lengths = None
-    if isinstance(end, Tensor):
-        lengths = end.expand(len(key)).contiguous()
-    elif end is not None and (attention_mask is None or attention_mask.dim() == 2):
-        key, value = key[:, :, :end], value[:, :, :end]
-        attention_mask = None if attention_mask is None else attention_mask[:, :end]
-    queries, keys = query.shape[2], key.shape[2]
-    if segments is not None and segments.shape[1] < keys:
-        raise ValueError("documents must not be packed behind tokens in past_key_values")
-    if attention_mask is not None and attention_mask.dim() == 4:
-        is_float = attention_mask.is_floating_point()
-        matrix = attention_mask > torch.finfo(attention_mask.dtype).min / 2 if is_float else attention_mask
-        if segments is not None:
-            matrix = matrix & (segments[:, None, :, None] == segments[:, None, None, :])
-        visible, key_mask = matrix, None
-    else:
-        visible, key_mask = None, attention_mask
-    if gates is not None and visible is None and softcap is None and not output_attentions:
-        log_gate, threshold = gates
-        learns = torch.is_grad_enabled() and options.threshold is not None
-        out = threshold_relative_attention(
-            query, key, value, log_gate,
-            key_mask=key_mask, segment_ids=segments, key_lengths=lengths, scale=scaling, threshold=threshold,
-            dropout=dropout,
-            straight_through=options.straight_through if learns else 0.0,
-            tolerance=options.tolerance, impl=options.impl,
-        )  # fmt: skip
-        return out.transpose(1, 2).contiguous(), None
-    plain = key_mask is None and segments is None and lengths is None and queries in (1, keys)
-    if visible is None and not (gates is None and plain):
-        visible = visible_keys(queries, keys, key_mask, segments, query.device, lengths)
-    if gates is None and softcap is None and not output_attentions:
-        return sdpa_attention_forward(module, query, key, value, visible, dropout=dropout, scaling=scaling)
-    if visible is None:
-        visible = visible_keys(queries, keys, None, None, query.device, lengths)
-    weights = dense_weights(query, key, gates, visible, scaling, softcap, options.straight_through)
-    return dense_mix(weights, value, dropout).transpose(1, 2).contiguous(), weights if output_attentions else None
-
-
-def dense_weights(
-    query: Tensor,
-    key: Tensor,
-    gates: tuple[Tensor, float | Tensor] | None,
-    visible: Tensor,
-    scaling: float,
-    softcap: float | None,
-    straight_through: float,
-) -> Tensor:
-    """The attention matrix ``[B, Hq, Lq, Lk]``, for windows and soft caps, which the operator does not know.
-
-    Gradients pass the threshold as in the operator: a step forward, a sigmoid backward.
-    """
-    scores = full_product(query, key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).mT) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if gates is None:
-        return dense_softmax(scores, visible)
-    log_gate, threshold = gates
-    limit = threshold[..., None] if isinstance(threshold, Tensor) else threshold
-    kept = visible & (scores > limit)
-    member = kept.to(scores.dtype)
-    if straight_through > 0.0 and torch.is_grad_enabled():
-        soft = torch.sigmoid((scores - limit) / straight_through).masked_fill(~visible, 0.0)
-        member = member + (soft - soft.detach())  # 0 or 1
-    distance = member.flip(-1).cumsum(-1).flip(-1) - kept.to(scores.dtype)  # kept keys that are nearer
-    logits = scores + log_gate[..., None] * distance
-    logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
-    # No key that is left out has a larger logit than the nearest kept one.
-    weights = member * (logits - logits.detach().amax(-1, keepdim=True)).exp()
-    total = weights.sum(-1, keepdim=True)
-    return weights / total.where(total > 0.0, 1.0)
 
 
 class AdoptedConfig:
@@ -606,9 +343,7 @@ def _new_model_class(base: Any, config: Any) -> Any:
 
 
 def register() -> None:
-    """Tell transformers of the attention function and of every class that a model may become."""
-    transformers.AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    """Tell transformers of every class that a model may become."""
     for family in FAMILIES:
         original = transformers.CONFIG_MAPPING[family]
         config = _named(_new_config_class(original), original)
