@@ -116,11 +116,11 @@ class TraConfig(transformers.PreTrainedConfig):
         refuse_unknown(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and self.num_attention_heads:
+        self.attention_options = self.decoder_config().attention_options  # raises what is wrong
+        if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = 2 * self.hidden_size
-        self.attention_options = self.decoder_config().attention_options  # raises what is wrong
         kwargs.pop("auto_map", None)  # which tools rewrite, and which is always the same
         self.auto_map = dict(AUTO_MAP)
         super().__post_init__(**kwargs)
