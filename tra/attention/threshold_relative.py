@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra.attention.base import Attention, Context
+from tra.attention.far_cache import FarCache, far_attention
 from tra.attention.gate import GatedAttention
 from tra.distributed.attention import gather_keys, sharded_attention
 from tra.lookup import lookup
@@ -71,6 +72,8 @@ class OperatorAttention(Attention):
                 shards, layout = context.shards
                 self.remembered(*gather_keys(shards, layout, key, value), context)
             return sharded_attention(*context.shards, query, key, value, log_gate, threshold=threshold, **rule)
+        if isinstance(context.cache, FarCache) and self.qk_norm:
+            return self._attend_far(context.cache, query, key, value, log_gate, threshold, context)
         key, value, norm = self.remembered(key, value, context)
         context.note(query, key, 1 / math.sqrt(self.head_width), None, threshold, log_gate)
         if norm is not None and query.shape[2] == 1 and not context.exact:
@@ -78,6 +81,30 @@ class OperatorAttention(Attention):
         lengths = context.key_lengths(len(x))
         return threshold_relative_attention(
             query, key, value, log_gate, key_lengths=lengths, threshold=threshold, **rule
+        )
+
+    def _attend_far(
+        self,
+        cache: FarCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_gate: Tensor,
+        threshold: float | Tensor,
+        context: Context,
+    ) -> Tensor:
+        if context.segment_ids is not None or context.terms is not None or self.active_dropout(context) > 0.0:
+            raise ValueError("cache must not be a FarCache with packed documents, dropout or a look into the rule")
+        cache.extend(key, value)
+        return far_attention(
+            cache,
+            query,
+            log_gate,
+            threshold=threshold,
+            score_bound=math.sqrt(self.head_width),
+            key_mask=context.key_mask,
+            tolerance=self.tolerance,
+            impl=self.impl,
         )
 
     def remembered(self, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
