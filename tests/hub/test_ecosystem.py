@@ -230,18 +230,12 @@ def test_bitsandbytes_leaves_the_gate_alone(kind: str, asked: Any, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "kind, options",
-    [
-        ("tra", {}),
-        ("tra-learned", {"attention_options": {}}),
-        ("tra-learned", {"attention_options": {"threshold": "query"}}),
-        ("rope", {}),
-        ("llama", {}),
-    ],
+    [("tra", {}), ("tra-learned", {"attention_options": {"threshold": "query"}}), ("rope", {})],
 )
 def test_onnx_computes_the_same(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model = build_kind(kind, use_cache=False, **options)
+    model = build_kind(kind, use_cache=False, num_hidden_layers=1, **options)  # a layer takes seconds
 
     def inputs(batch: int, length: int) -> dict[str, Tensor]:
         mask = torch.ones(batch, length, dtype=torch.long)
