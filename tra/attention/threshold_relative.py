@@ -78,7 +78,7 @@ class OperatorAttention(Attention):
         context.note(query, key, 1 / math.sqrt(self.head_width), None, threshold, log_gate)
         if norm is not None and query.shape[2] == 1 and not context.exact:
             rule["score_bound"] = score_bounds(query, norm, context.key_mask)
-        lengths = context.key_lengths(len(x))
+        lengths = context.key_lengths(x.shape[0])  # len() would fix the batch of an exported graph
         return threshold_relative_attention(
             query, key, value, log_gate, key_lengths=lengths, threshold=threshold, **rule
         )
