@@ -532,3 +532,62 @@ def test_a_row_may_tune_more_than_the_others() -> None:
     assert len([cell for cell in cells if cell.row == "rope"]) == 4
     with pytest.raises(ValueError, match="row 'rope clip=2' must not set what is tuned, got clip"):
         of_flip_flop(rows=(Row("rope", changes={"clip": 2.0}, tuned={"clip": (1.0, 2.0)}),), tuning=RATES)
+
+
+def test_runs_here_keep_their_place_when_another_seed_turns_first_and_second_choice(
+    tmp_path: Path, run_here: list[list[Cell]], undecided: None
+) -> None:
+    """The run that was the first choice stays where it is, and is not trained again."""
+    replace(BOTH, tuning=replace(TWO_SEEDS, seeds=(1000,))).perform(Request(tmp_path, "smoke"))
+    before = files_below(tmp_path / "runs")
+    run_here.clear()
+    found = BOTH.perform(Request(tmp_path, "smoke"))
+    assert [[cell.recipe.seed for cell in cells] for cells in run_here] == [[1001, 1001], [0, 1]]
+    assert rates(found.content) == {"tra": 1e-3, "tra (second choice)": 2e-2}
+    assert found.failures == {}
+    after = files_below(tmp_path / "runs")
+    assert {name: after[name] for name in before if "inspection" not in str(name)} == {
+        name: content for name, content in before.items() if "inspection" not in str(name)
+    }
+
+
+def test_settings_that_results_do_not_tell_keep_results_in_their_rows(
+    tmp_path: Path, run_here: list[list[Cell]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record knows its rate and options alone."""
+    losses = {(0.0, 1000): 1.0, (0.1, 1000): 1.1, (0.0, 1001): 1.2, (0.1, 1001): 1.2}
+
+    def made_up(measured: Mapping[Cell, list[Result]], diverged: Any = ()) -> Losses:
+        return tuning_losses(
+            {
+                cell: [replace(one, loss=losses[cell.recipe.weight_decay, cell.recipe.seed]) for one in results]
+                for cell, results in measured.items()
+            },
+            diverged,
+        )
+
+    monkeypatch.setattr("tra.experiments.perform.tuning_losses", made_up)
+    experiment = of_flip_flop(rows=("tra",), tuning=Tuning({"weight_decay": (0.0, 0.1)}, seeds=(1000, 1001)))
+    found = experiment.perform(Request(tmp_path / "a", "smoke"))
+    assert {record.row for record in found.records} == {"tra", "tra (second choice)"}
+    joined = experiment.perform(Request(tmp_path / "b", "smoke", train=False, join=[tmp_path / "a" / "results.json"]))
+    assert joined.content["results"] == found.content["results"]
+
+
+def test_results_of_a_row_that_tunes_more_now_are_left_out_of_a_join(
+    tmp_path: Path, run_here: list[list[Cell]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("tra.experiments.merge_results.say", told.append)
+    of_flip_flop(rows=("tra", "rope"), tuning=RATES).perform(Request(tmp_path / "a", "smoke"))
+    now = of_flip_flop(rows=("tra", Row("rope", tuned={"model.attention_options.theta": (1e4, 5e5)})), tuning=RATES)
+    found = now.perform(Request(tmp_path / "b", "smoke", train=False, join=[tmp_path / "a" / "results.json"]))
+    assert {record.row for record in found.records} == {"tra"}
+    field = "model.attention_options.theta"
+    assert told == [f"results of flip_flop rope that are joined are left out: {field} is tuned here and was not there"]
+
+
+@pytest.mark.parametrize("values", [(None, 1, 2), ("a", "b", "c"), ([1], [2], [3]), (True, False, True)])
+def test_only_numbers_have_edges(values: tuple[Any, ...]) -> None:
+    tried = [Tried({"field": value}, [1.0]) for value in values]
+    assert edges_of(Evidence("copy", [1000], [Round(1.0, tried)], tried[0].settings)) == []

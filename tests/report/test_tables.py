@@ -114,7 +114,7 @@ def test_token_accuracy_stands_beside_exact_match_where_that_is_the_same_for_eve
     (table,) = (table for table in comparison_tables(records) if table.title == "copy, token accuracy")
     assert table.headings == ["attention", "copy 8", "copy 32"]
     assert table.rows[:2] == [["a", "1.00", "0.75"], ["b", "0.99", "0.50"]]
-    assert table.note.endswith("or 1. One seed.")
+    assert table.note.endswith("or 1 for all. One seed.")
     alone = [record for record in records if record.row == "a"]
     assert all("token" not in table.title for table in comparison_tables(alone)), "one row is no comparison"
 

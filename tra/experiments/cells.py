@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tra.errors import RunError
-from tra.experiments.rows import SECOND, choice_label, settings_words, without_second
+from tra.experiments.rows import choice_label, settings_words
 from tra.recipes import Recipe
+from tra.report.records import SECOND, without_second
 from tra.runs import Run
 from tra.tasks import Result
 
@@ -82,6 +83,13 @@ class Cell:
         """The same run with the settings that tuning could not tell from those it chose, in a row of its own."""
         folder = self.folder.parent.with_name(file_name(self.row + SECOND)) / self.folder.name
         return replace(self.tuned_to(settings), row=self.row + SECOND, folder=folder)
+
+    def folder_holds(self, recipe: Recipe) -> bool:
+        """Whether its folder holds a run of this recipe."""
+        try:
+            return self.run.exists and self.run.recipe == recipe
+        except (OSError, RunError, ValueError):
+            return False
 
     @property
     def run(self) -> Run:

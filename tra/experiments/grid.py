@@ -198,7 +198,7 @@ def _shortened(recipe: Recipe, share: float) -> Recipe:
 
 
 def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
-    """The index-th of count parts, none of which holds all runs of a row."""
+    """The index-th of count parts. Where every column has the same rows, none holds all runs of a row."""
     width = len({cell.row for cell in cells})
     shift = 1 if width % count == 0 else 0  # else every row would begin with the same part
     return [cell for place, cell in enumerate(cells) if (place + shift * (place // width)) % count == index - 1]

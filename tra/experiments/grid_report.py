@@ -136,7 +136,7 @@ def _protocol(grid: Grid, tried: Sequence[Run], results: Results) -> dict[str, s
         facts["budget"] = f"{len(tried):,} runs of {steps:,} steps together"
     for place in grid.places:
         found = results.tuning.get(grid.tuned_on(place))
-        if place in results.places and found is not None and found.chosen is not None:
+        if place in results.tuned_places and found is not None and found.chosen is not None:
             edges = edges_of(found)
             at_edge = f" (at the edge of what was tried: {', '.join(edges)})" if edges else ""
             second = f"; second, as good as tuning can tell: {_shown(found.second)}" if found.second else ""

@@ -9,12 +9,12 @@ from typing import Any
 from tra.experiments.cells import Place, RunKey
 from tra.experiments.grid import Grid
 from tra.experiments.results import FailureKey, Results, Session, TuningKey
-from tra.experiments.rows import OPTION, SECOND, without_second
+from tra.experiments.rows import OPTION
 from tra.experiments.tuning import Evidence, Settings
 from tra.files import read_json
 from tra.progress import say
 from tra.recipes import Recipe
-from tra.report.records import Record
+from tra.report.records import SECOND, Record, without_second
 
 
 def read_results(paths: Sequence[Path], grid: Grid) -> Results:
@@ -44,8 +44,10 @@ def as_tuned(
     for key, of_run in records.items():
         known = evidence.get(grid.tuned_on(key.place))
         first = without_second(key.row)
-        if known is None or known.chosen is None or _has(of_run[0], known.chosen):
-            row = key.row if known is None else first
+        if known is None or known.chosen is None or not _told(known.chosen):
+            row = key.row
+        elif _has(of_run[0], known.chosen):
+            row = first
         elif known.second is not None and _has(of_run[0], known.second):
             row = first + SECOND
         else:
@@ -57,10 +59,14 @@ def as_tuned(
     return found
 
 
+def _told(settings: Settings) -> bool:
+    """Whether a result tells all of these: it holds the learning rate and options, and nothing else that is tuned."""
+    return all(name == "learning_rate" or name.startswith(OPTION) for name in settings)
+
+
 def _has(record: Record, settings: Settings) -> bool:
-    """Whether a result has these settings, as far as it tells."""
     known = {"learning_rate": record.learning_rate, **{OPTION + name: value for name, value in record.options.items()}}
-    return all(known.get(name, value) == value for name, value in settings.items())
+    return all(known.get(name) == value for name, value in settings.items())
 
 
 def merge_results(here: Results, elsewhere: Results, keys: Sequence[RunKey]) -> Results:
@@ -109,18 +115,25 @@ def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
         record = Record(*place, seed, recipe.length, task.unit, result, entry["tuned"], *settings)
         _check_settings(record, recipe, grid.tuned_fields(rows[place.row]))
         records.setdefault(RunKey(*place, seed), []).append(record)
-    if not records:
-        raise ValueError("it has none of the columns, rows and seeds that are asked for")
     for place in dict.fromkeys(place.tuned_as for place in recipes):
         if grid.tunes(place.row):
             fields = grid.tuned_fields(rows[place.row])
-            _take_evidence(Evidence.from_dict(stored["tuning"][str(place)]), place, grid, fields, found)
+            evidence = Evidence.from_dict(stored["tuning"][str(place)])
+            if set(evidence.chosen or ()) < fields:
+                more = ", ".join(sorted(fields - set(evidence.chosen or ())))
+                say(f"results of {place} that are joined are left out: {more} is tuned here and was not there")
+                records = {key: of_run for key, of_run in records.items() if key.place.tuned_as != place}
+            else:
+                _take_evidence(evidence, place, grid, fields, found)
+    if not records:
+        raise ValueError("it has none of the columns, rows and seeds that are asked for")
     for key, of_run in records.items():
         if key not in found.records:
             found.records[key] = of_run
             found.recipes[key.column] = _recipe(stored["recipes"][key.column])
     found.sessions += map(Session.from_dict, stored["sessions"])
-    asked: list[FailureKey] = [*grid.keys, *(TuningKey(*place) for place in grid.places)]
+    second = [key._replace(row=key.row + SECOND) for key in grid.keys]
+    asked: list[FailureKey] = [*grid.keys, *second, *(TuningKey(*place) for place in grid.places)]
     labels = {str(key): key for key in asked}
     found.failures |= {labels[label]: why for label, why in stored["failures"].items() if label in labels}
     return more_seeds

@@ -131,9 +131,14 @@ def _with_chosen_settings(
         if known is None or known.chosen is None:
             found += [] if train and grid.tunes(cell.row) else [cell]
             continue
-        found.append(cell.tuned_to(known.chosen))
-        if known.second is not None:
-            found.append(cell.second(known.second))
+        first = cell.tuned_to(known.chosen)
+        if known.second is None:
+            found.append(first)
+            continue
+        second = cell.second(known.second)
+        if first.folder_holds(second.recipe):  # more seeds of tuning have turned first and second round
+            first, second = replace(first, folder=second.folder), replace(second, folder=first.folder)
+        found += [first, second]
     return found
 
 
@@ -220,7 +225,9 @@ def _labelled(failures: Mapping[Any, str]) -> dict[str, str]:
 
 def _content(grid: Grid, runs: int, results: Results) -> dict[str, Any]:
     """What `results.json` holds."""
-    tuned_on = {place: results.tuning.get(grid.tuned_on(place)) for place in grid.places if place in results.places}
+    tuned_on = {
+        place: results.tuning.get(grid.tuned_on(place)) for place in grid.places if place in results.tuned_places
+    }
     return {
         "runs": runs,
         "finished": len(results.records),

@@ -95,9 +95,9 @@ class Results:
         return [record for records in self.records.values() for record in records]
 
     @property
-    def places(self) -> set[Place]:
-        """Columns and rows of which something was measured."""
-        return {key.place for key in self.records}
+    def tuned_places(self) -> set[Place]:
+        """Columns and rows of which something was measured, with the first choice of tuning or the second."""
+        return {key.place.tuned_as for key in self.records}
 
 
 def records_of(cell: Cell, results: Sequence[Result]) -> list[Record]:

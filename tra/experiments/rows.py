@@ -10,8 +10,6 @@ from tra.signatures import format_value
 
 OPTION = "model.attention_options."
 """Begins the name of a field that is an option of the mechanism."""
-SECOND = " (second choice)"
-"""Ends the label of a row that has the next best settings, where tuning could not tell them from the best."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,3 @@ def settings_words(values: Mapping[str, Any]) -> list[str]:
 def choice_label(choice: Mapping[str, Any]) -> str:
     """Settings that tuning tries, as tables and folders name them."""
     return " ".join(settings_words(choice))
-
-
-def without_second(label: str) -> str:
-    """The label of the row that a row of second choices belongs to; any other as it is."""
-    return label.removesuffix(SECOND)

@@ -130,7 +130,14 @@ class Round:
 def _settings(label: str, alike: Settings) -> Settings:
     """The settings that a label names, with the fields of others."""
     words = dict(word.split("=", 1) for word in label.split(" "))
-    return {name: literal_eval(words[name.removeprefix(OPTION)]) for name in alike}
+    return {name: _value(words[name.removeprefix(OPTION)]) for name in alike}
+
+
+def _value(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 @dataclass(frozen=True)
@@ -166,20 +173,17 @@ def evidence_of(tuning: Tuning, column: str, rounds: Sequence[Round], decided: b
 
 def tuning_losses(measured: Mapping[Cell, Sequence[Result]], diverged: Iterable[Cell] = ()) -> Losses:
     """Mean loss within the training length, over sets, of every choice and seed; infinite for one that diverged."""
-    found: dict[Place, dict[str, Tried]] = {}
-
-    def add(cell: Cell, loss: float) -> None:
-        tried = found.setdefault(cell.place, {})
-        before = tried[cell.choice_label].losses if cell.choice_label in tried else []
-        tried[cell.choice_label] = Tried(cell.choice, [*before, loss])
-
-    for cell in diverged:
-        add(cell, math.inf)
+    runs = dict.fromkeys(diverged, math.inf)
     for cell, results in measured.items():
         within = [result.loss for result in results if result.length <= cell.recipe.length]
         if not within:
             raise ValueError(f"{cell.column} must be measured within the training length of {cell.recipe.length}")
-        add(cell, statistics.fmean(within))
+        runs[cell] = statistics.fmean(within)
+    found: dict[Place, dict[str, Tried]] = {}
+    for cell, loss in sorted(runs.items(), key=lambda run: run[0].recipe.seed):
+        tried = found.setdefault(cell.place, {})
+        before = tried[cell.choice_label].losses if cell.choice_label in tried else []
+        tried[cell.choice_label] = Tried(cell.choice, [*before, loss])
     return {place: list(tried.values()) for place, tried in found.items()}
 
 
@@ -207,9 +211,9 @@ def edges_of(evidence: Evidence) -> list[str]:
     lie beyond."""
     found = []
     for name, value in (evidence.chosen or {}).items():
-        tried = {one.settings[name] for part in evidence.rounds for one in part.tried}
-        numbers = not any(isinstance(entry, bool | str) for entry in tried)
-        if numbers and len(tried) > 2 and value in (min(tried), max(tried)):
+        tried = [one.settings[name] for part in evidence.rounds for one in part.tried]
+        numbers = all(isinstance(entry, int | float) and not isinstance(entry, bool) for entry in tried)
+        if numbers and len(set(tried)) > 2 and value in (min(tried), max(tried)):
             found.append(name)
     return found
 
@@ -254,7 +258,10 @@ def tuning_table(losses: Losses, share: float = 1.0) -> Table:
         cells = [f"{found[choice]:.4f}" if choice in found else "" for choice in choices]
         rows.append([str(place) if several else place.row, *cells])
         marked.add((y, 1 + choices.index(min(found, key=found.__getitem__))))
-    seeds = max(len(one.losses) for tried in losses.values() for one in tried)
-    note = f"Mean loss within the training length{f', over {seeds} seeds' if seeds > 1 else ''}; the lowest is bold."
+    seeds = sorted({len(one.losses) for tried in losses.values() for one in tried})
+    number = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
+    note = (
+        f"Mean loss within the training length{f', over {number} seeds' if seeds[-1] > 1 else ''}; the lowest is bold."
+    )
     title = "Tuning" if share == 1.0 else f"Tuning, {share:g} of the steps"
     return Table(["attention", *choices], rows, title, note, frozenset(marked))

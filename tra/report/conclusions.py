@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tra.report.records import Record, grouped
+from tra.report.records import Record, grouped, without_second
 from tra.report.tables import cell, interval_of, stands_for_column
 
 
@@ -35,7 +35,8 @@ def _sentence(records: Sequence[Record]) -> str:
     others = ranked[len(first) :]
     if not others:
         return f"{where}{names}: {title} {found[first[0]][1]}." if len(ranked) == 1 else f"{said}."
-    next_one = others[0]
+    same = {without_second(row) for row in first}
+    next_one = next((row for row in others if without_second(row) not in same), others[0])
     margin = abs(best - found[next_one][0])
     above = "above" if measure.higher_is_better else "below"
     said += f"; {margin:.2f} {above} {next_one}, {found[next_one][1]}."

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from tra.tasks import Result
 
 Key = TypeVar("Key")
+SECOND = " (second choice)"
+"""Ends the label of a row that has the next best settings, where tuning could not tell them from the best."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Record:
             "measure": self.result.measure,
             **self.result.to_dict(),
         }
+
+
+def without_second(label: str) -> str:
+    """The label of the row that a row of second choices belongs to; any other as it is."""
+    return label.removesuffix(SECOND)
 
 
 def grouped(records: Iterable[Record], key: Callable[[Record], Key]) -> dict[Key, list[Record]]:

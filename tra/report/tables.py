@@ -189,7 +189,7 @@ def _column_tables(column: str, records: Sequence[Record], measure: type[Result]
 
 
 def _token_tables(column: str, records: Sequence[Record]) -> list[Table]:
-    """Token accuracy at the lengths at which exact match tells nothing apart: where it is 0 for everybody, or 1."""
+    """Token accuracy at the lengths at which exact match tells nothing apart: where it is 0 for all, or 1."""
     if not all(isinstance(record.result, ExactMatch) for record in records):
         return []
     alike = []
@@ -199,7 +199,7 @@ def _token_tables(column: str, records: Sequence[Record]) -> list[Table]:
             alike += some
     if not alike:
         return []
-    note = "Share of tokens that are right, at lengths at which exact match is 0 for everybody, or 1."
+    note = "Share of tokens that are right, at lengths at which exact match is 0 for all mechanisms, or 1 for all."
     return [_table(alike, _set_and_length, "token_accuracy", f"{column}, token accuracy", note)]
 
 
