@@ -67,8 +67,8 @@ def plan(experiment: Experiment, request: Request) -> Table:
         f"Runs that are not finished yet. Tokens are of one run, hours of all in the line, one after another on this "
         f"machine ({device}): a rough estimate from the best of {STEPS} steps of about {TOKENS:,} tokens. Measuring is "
         "taken to cost a third of training, and texts that are measured whole are not counted. A40 hours follow from "
-        "the paper's times of TRA on one such GPU, whatever the mechanism: nothing here was run on a GPU. Where tuning cannot "
-        "tell two choices apart, both are reported, which takes up to twice the reported runs."
+        "the paper's times of TRA on one such GPU, whatever the mechanism: nothing here was run on a GPU. Where "
+        "tuning cannot tell two choices apart, both are reported, which takes up to twice the reported runs."
     )
     return Table(headings, body, f"Runs at the scale {grid.scale}", note, words=2)
 
