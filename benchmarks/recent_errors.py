@@ -2,9 +2,9 @@
 
     python benchmarks/recent_errors.py RUN [RUN ...] [--examples 1024] [--json FILE]
 
-Of each run of `induct-recent-small`, at the lengths of its evaluations: the share of answers that are right, that follow
-an older occurrence of the same symbol, that stand elsewhere in the string, and that do not occur in it. Then the share
-of right answers by how far back the last occurrence lies.
+Of each run of `induct-recent-small`, at the lengths of its evaluations: the share of answers that are right, that
+follow an older occurrence of the same symbol, that stand elsewhere in the string, and that do not occur in it. Then the
+share of right answers by how far back the last occurrence lies.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BACK = (4, 8, 16, 32, 64)
 
 
 def kinds_of(string: Tensor, asked: Tensor, answer: Tensor, said: Tensor) -> list[Tensor]:
-    """For each kind of answer which rows have it: a string ``[B, L]``, the symbol asked for, answer and what was said ``[B]``."""
+    """For each kind of answer which rows have it, of strings ``[B, L]`` and what was asked, right and said ``[B]``."""
     older = ((string[:, :-1] == asked[:, None]) & (string[:, 1:] == said[:, None])).any(dim=1)
     within = (string == said[:, None]).any(dim=1)
     right = said == answer
