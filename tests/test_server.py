@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -377,6 +378,65 @@ def test_a_failure_on_the_way_is_told(complete: Any, stream: bool, monkeypatch: 
     for _ in range(PLACES + 1):  # each frees its place
         with pytest.raises(openai.APIError, match="the weights are damaged"):
             list(complete(stream=stream))
+
+
+def test_a_request_that_finds_no_room_is_told_and_the_next_is_served(
+    serve: Any, complete: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, calls = serve.Batcher._place, []
+
+    def first_fails(batcher: Any, request: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1:
+            raise RunError("no memory is left")
+        return place(batcher, request)
+
+    monkeypatch.setattr(serve.Batcher, "_place", first_fails)
+    with pytest.raises(openai.APIError, match="no memory is left"):
+        complete(max_tokens=1)
+    assert complete(max_tokens=1).choices[0].finish_reason == "length"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_batcher_that_fails_tells_everybody_and_takes_nobody_more(
+    serve: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(batcher: Any) -> bool:
+        with batcher.changed:
+            batcher.changed.wait_for(lambda: batcher.waiting)
+        raise RunError("the device is lost")
+
+    monkeypatch.setattr(serve.Batcher, "_admit", broken)
+    with (
+        served(serve.make_app(folder, places=1, waiting=1)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60.0) as client,
+    ):
+        with pytest.raises(openai.APIError, match="the device is lost"):
+            client.completions.create(model="model", prompt="The")
+        assert httpx.get(f"{url}/health").status_code == 503
+        with pytest.raises(openai.RateLimitError, match="the server is closing"):
+            client.completions.create(model="model", prompt="The")
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are read in turns, a piece each."""
+    read: list[str] = []
+    batcher = serve.Batcher.__new__(serve.Batcher)
+    batcher.reading, batcher.groups = deque(["long", "short"]), []
+    rounds = iter([True, True, True, False])
+    monkeypatch.setattr(serve.Batcher, "_admit", lambda self: next(rounds))
+    monkeypatch.setattr(serve.Batcher, "_read", lambda self, row: read.append(row))
+    monkeypatch.setattr(serve.Batcher, "_rows", lambda self: [])
+    batcher.waiting, batcher.changed = deque(), threading.Condition()
+    batcher.run()
+    assert read == ["long", "short", "long"]
+
+
+def test_more_texts_than_there_can_be_are_refused_for_good(complete: Any) -> None:
+    most = PLACES + WAITING
+    with pytest.raises(openai.BadRequestError, match=f"must be at most {most} texts here, got {most + 16}"):
+        complete(["The river"] * (most // 16 + 1), n=16)
+    assert len(complete(["The river"] * (most // 16), n=16, max_tokens=1).choices) == most
 
 
 def test_a_mechanism_that_knows_positions_is_served_without_batches(serve: Any, tmp_path: Path) -> None:

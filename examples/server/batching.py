@@ -100,7 +100,7 @@ class Batcher(threading.Thread):
         with self.changed:
             if self.closed:
                 raise TooManyError("the server is closing")
-            if len(self.waiting) + len(requests) > self.most_waiting:
+            if len(self.waiting) + len(requests) > self.most_waiting + max(0, self.places - self.busy):
                 raise TooManyError(f"{len(self.waiting)} requests are waiting; try again")
             self.waiting.extend(requests)
             self.changed.notify()
@@ -118,15 +118,24 @@ class Batcher(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        with torch.inference_mode():
-            while self._admit():
-                if self.reading:
-                    self._read(self.reading[0])
-                for group in self.groups:
-                    self._step(group)
-                self.groups = [group for group in self.groups if group.rows]
-        for request in [*self.waiting, *(row.request for row in self._rows())]:
-            request.tell(RunError("the server was closed"))
+        end: Exception = RunError("the server was closed")
+        try:
+            with torch.inference_mode():
+                while self._admit():
+                    if self.reading:
+                        self._read(self.reading[0])
+                        self.reading.rotate(-1)  # prompts take turns, so that a short one does not wait for a long one
+                    for group in self.groups:
+                        self._step(group)
+                    self.groups = [group for group in self.groups if group.rows]
+        except Exception as error:
+            end = error
+            raise
+        finally:
+            with self.changed:
+                self.closed = True  # whoever comes from now on is told
+            for request in [*self.waiting, *(row.request for row in self._rows())]:
+                request.tell(end)
 
     def _rows(self) -> list[Row]:
         return [*self.reading, *(row for group in self.groups for row in group.rows)]
@@ -142,7 +151,11 @@ class Batcher(threading.Thread):
             self.changed.wait_for(lambda: self.closed or self.waiting or self.busy)
             free = 0 if self.closed else self.places - self.busy
             admitted = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        self.reading.extend(self._place(request) for request in admitted)
+        for request in admitted:
+            try:
+                self.reading.append(self._place(request))
+            except Exception as error:  # no memory for it, say
+                request.tell(error)
         return not self.closed
 
     def _place(self, request: Request) -> Row:

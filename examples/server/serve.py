@@ -77,7 +77,7 @@ class Completion(BaseModel):
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stop: Text | Annotated[list[Text], Field(max_length=4)] = Field([], validate_default=False)
     seed: int | None = Field(None, ge=0, lt=1 << 62)
-    """The same seed gives the same text."""
+    """The same seed gives the same text, but for the rounding of products in other batches."""
     echo: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -288,7 +288,9 @@ def make_app(
 
     async def health(_: Request) -> Response:
         serving = {"running": batcher.busy, "waiting": len(batcher.waiting), "largest_batch": batcher.largest}
-        return JSONResponse({"status": "ok", "model": name, "attention": model.config.attention, **serving})
+        status, code = ("closed", 503) if batcher.closed else ("ok", 200)
+        content = {"status": status, "model": name, "attention": model.config.attention, **serving}
+        return JSONResponse(content, status_code=code)
 
     async def models(request: Request) -> Response:
         check_key(request, api_key)
@@ -364,6 +366,9 @@ async def begin(
             request = Asked(ids, asked.max_tokens, sampling, seed + number, partial(tell, choices, len(choices)))
             choices.append(Choice(len(choices), request, TextStream(tokenizer, ids[-1]), stops))
     echoed = [str(tokenizer.decode(choice.asked.ids)) for choice in choices] if asked.echo else []
+    most = batcher.places + batcher.most_waiting
+    if len(choices) > most:
+        raise RefusedError(f"n times the prompts must be at most {most} texts here, got {len(choices)}", param="n")
     answer = Answer(batcher, name, choices, told, sum(map(len, read)), echoed)
     try:
         batcher.submit([choice.asked for choice in choices])

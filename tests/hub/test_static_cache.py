@@ -150,3 +150,17 @@ def test_a_static_cache_is_cropped_chosen_from_and_reset_in_place() -> None:
         cache.crop(4)
     with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
         StaticCache(0)
+
+
+def test_a_mask_of_another_width_is_refused() -> None:
+    model = build("tra")
+    tokens = prompt(2, 7)
+    for width in (3, 9):
+        with pytest.raises(ValueError, match=r"attention_mask must have the shape .* = \[2, 7\] or that of the whole"):
+            model(tokens, attention_mask=torch.ones(2, width), past_key_values=static_cache(model))
+
+
+def test_gradients_are_refused_where_none_would_come() -> None:
+    model = build("tra").train()
+    with pytest.raises(ValueError, match="cache must not be static where gradients are wanted"):
+        model(prompt(2, 7), past_key_values=static_cache(model))

@@ -130,6 +130,8 @@ class StaticCache(Cache):
             raise ValueError(
                 f"cache must have room for {len(self)} + {tokens} tokens, but its capacity is {self.capacity}"
             )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
+            raise ValueError("cache must not be static where gradients are wanted: it keeps none; use Cache or no_grad")
         place = self.length + torch.arange(tokens, device=self.length.device)
         for buffer, tensor in zip(self._buffers, new, strict=True):
             buffer.index_copy_(2, place, tensor.detach())

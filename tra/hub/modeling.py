@@ -224,6 +224,8 @@ class TraModel(TraPreTrainedModel):
         batch, new = inputs_embeds.shape[:2]
         first = caches[0] if caches else None
         if isinstance(first, TraStaticLayer):
+            if not torch.compiler.is_compiling():
+                check_mask(attention_mask, batch, (first.get_seq_length() + new, first.max_cache_len))
             key_mask = key_mask_of(padded_mask(attention_mask, first.max_cache_len), batch, first.max_cache_len)
         else:
             key_mask = key_mask_of(attention_mask, batch, new + (0 if first is None else first.get_seq_length()))
@@ -269,6 +271,15 @@ def key_mask_of(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor 
     key_mask = attention_mask.bool()
     # While compiling, the data cannot decide.
     return key_mask if torch.compiler.is_compiling() or not key_mask.all() else None
+
+
+def check_mask(attention_mask: Tensor | None, batch: int, widths: tuple[int, int]) -> None:
+    """A mask beside a static cache is of the tokens so far or of all places."""
+    if attention_mask is not None and tuple(attention_mask.shape) not in {(batch, width) for width in widths}:
+        raise ValueError(
+            f"attention_mask must have the shape [batch, cached + new tokens] = {[batch, widths[0]]} or that of the "
+            f"whole cache, {[batch, widths[1]]}, 0 for padding, got {list(attention_mask.shape)}"
+        )
 
 
 def padded_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
