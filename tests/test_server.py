@@ -432,11 +432,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(serve: Any, monkeypatch: py
     assert read == ["long", "short", "long"]
 
 
-def test_more_texts_than_there_can_be_are_refused_for_good(complete: Any) -> None:
-    most = PLACES + WAITING
-    with pytest.raises(openai.BadRequestError, match=f"must be at most {most} texts here, got {most + 16}"):
-        complete(["The river"] * (most // 16 + 1), n=16)
-    assert len(complete(["The river"] * (most // 16), n=16, max_tokens=1).choices) == most
+def test_more_texts_than_there_can_be_are_refused_for_good(serve: Any, folder: Path) -> None:
+    with (
+        served(serve.make_app(folder, places=2, waiting=1)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60.0) as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="n must be at most 3 over all prompts, got 4"):
+            client.completions.create(model="model", prompt="The", n=4)
+        assert len(client.completions.create(model="model", prompt="The", n=3, max_tokens=2).choices) == 3
 
 
 def test_a_mechanism_that_knows_positions_is_served_without_batches(serve: Any, tmp_path: Path) -> None:

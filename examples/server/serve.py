@@ -348,10 +348,9 @@ async def begin(
     except ValueError as error:
         raise RefusedError(str(error), param="temperature") from error
     prompts = [asked.prompt] if isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int) else asked.prompt
-    if len(prompts) * asked.n > MOST_CHOICES:
-        raise RefusedError(
-            f"n must be at most {MOST_CHOICES} over all prompts, got {len(prompts) * asked.n}", param="n"
-        )
+    most = min(MOST_CHOICES, batcher.places + batcher.most_waiting)
+    if len(prompts) * asked.n > most:
+        raise RefusedError(f"n must be at most {most} over all prompts, got {len(prompts) * asked.n}", param="n")
     read = [await run_in_threadpool(tokens_of, tokenizer, prompt, limits, batcher) for prompt in prompts]
     seed = secrets.randbelow(1 << 62) if asked.seed is None else asked.seed
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
@@ -366,9 +365,6 @@ async def begin(
             request = Asked(ids, asked.max_tokens, sampling, seed + number, partial(tell, choices, len(choices)))
             choices.append(Choice(len(choices), request, TextStream(tokenizer, ids[-1]), stops))
     echoed = [str(tokenizer.decode(choice.asked.ids)) for choice in choices] if asked.echo else []
-    most = batcher.places + batcher.most_waiting
-    if len(choices) > most:
-        raise RefusedError(f"n times the prompts must be at most {most} texts here, got {len(choices)}", param="n")
     answer = Answer(batcher, name, choices, told, sum(map(len, read)), echoed)
     try:
         batcher.submit([choice.asked for choice in choices])
