@@ -94,8 +94,8 @@ class DecoderConfig:
             given = getattr(self, name)
             if given is not None and not 1 <= given <= LARGEST["width"]:
                 raise ValueError(f"{name} must be from 1 to {LARGEST['width']:,}, got {given:,}")
-        if self.norm_epsilon is not None and not 0.0 <= self.norm_epsilon < 1.0:
-            raise ValueError(f"norm_epsilon must be None or in [0, 1), got {self.norm_epsilon!r}")
+        if self.norm_epsilon is not None and not 0.0 <= self.norm_epsilon <= 1.0:
+            raise ValueError(f"norm_epsilon must be None or in [0, 1], got {self.norm_epsilon!r}")
         if self.attention_bias not in (None, True, False) or not isinstance(self.mlp_bias, bool):
             raise ValueError(
                 "attention_bias must be True, False or None, and mlp_bias True or False, "

@@ -382,6 +382,14 @@ def test_another_attention_is_refused_by_an_adopted_model_and_tra_by_others(tmp_
         other(tokens_of())
 
 
+@torch.no_grad()
+def test_a_config_can_ask_for_attentions() -> None:
+    model, tokens = adopted("llama"), tokens_of()
+    expected = model(tokens, output_attentions=True).attentions
+    model.config.output_attentions = True
+    close(torch.stack(model(tokens).attentions), torch.stack(expected))
+
+
 def tiny(family: str, **more: Any) -> Any:
     config = transformers.CONFIG_MAPPING[family]
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": VOCABULARY, **more}

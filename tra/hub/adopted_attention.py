@@ -201,6 +201,8 @@ def attend(
             f"attn_implementation must not be '{NAME}' for a model without gates: adopt it with tra.hub.adopt(model), "
             f"got {type(module).__name__}"
         )
+    if output_attentions is None:
+        output_attentions = module.config.output_attentions
     gates, options, end, segments = tra_call
     if scaling is None:
         scaling = 1.0 / math.sqrt(query.shape[3])

@@ -260,6 +260,15 @@ class AdoptedConfig:
     original: type
     tra: dict[str, Any] | None
 
+    @property
+    def output_attentions(self) -> bool:
+        """Whether to return all attentions, which no other attention function is needed for."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        self._output_attentions = value
+
     def to_dict(self) -> dict[str, Any]:
         """As for every config, with where tools that know nothing of this package find its classes."""
         tell_peft(type(self).model_type, self.original.model_type)  # type: ignore[attr-defined]
