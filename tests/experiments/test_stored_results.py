@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tra.experiments.rows import choice_label
+from tra.experiments.tuning import Evidence
+from tra.report.records import SECOND
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -20,19 +21,25 @@ def test_what_is_reported_has_the_settings_that_the_stored_evidence_chose(name: 
     used: dict[str, list[dict[str, Any]]] = {}
     for row in stored["results"]:
         used.setdefault(f"{row['column']} {row['attention']}", []).append(row)
-    assert set(used) == set(stored["tuning"])
-    for label, evidence in stored["tuning"].items():
-        last = evidence["rounds"][-1]["losses"]
-        chosen = evidence["chosen"]
-        assert last[choice_label(chosen)] <= min(last.values()) + 1e-4
-        good = [label for label, loss in last.items() if loss <= min(last.values()) + 1e-4]
-        rates = {label: float(label.split()[0].removeprefix("learning_rate=")) for label in good}
-        assert chosen["learning_rate"] == min(rates.values())
-        assert not set(evidence["seeds"]) & {row["seed"] for row in used[label]}
-        for row in used[label]:
-            assert row["learning_rate"] == chosen["learning_rate"]
-            norm = row["options"].get("qk_norm", True)
-            assert norm == chosen.get("model.attention_options.qk_norm", "qk_norm=True" in row["attention"])
+    tuned = {label: Evidence.from_dict(evidence) for label, evidence in stored["tuning"].items()}
+    second = {label + SECOND for label, evidence in tuned.items() if evidence.second is not None}
+    assert set(used) == {*tuned, *second}
+    for label, evidence in tuned.items():
+        last = evidence.rounds[-1].tried
+        assert {len(one.losses) for one in last} == {len(evidence.seeds)}
+        lowest = min(one.loss for one in last)
+        good = [one for one in last if one.loss <= lowest + 1e-4]
+        assert evidence.chosen in [one.settings for one in good]
+        assert evidence.chosen["learning_rate"] == min(one.settings["learning_rate"] for one in good)
+        for rows, settings in ((used[label], evidence.chosen), (used.get(label + SECOND, []), evidence.second)):
+            assert not set(evidence.seeds) & {row["seed"] for row in rows}
+            for row in rows:
+                assert row["learning_rate"] == settings["learning_rate"]
+                norm = row["options"].get("qk_norm", True)
+                assert norm == settings.get("model.attention_options.qk_norm", "qk_norm=True" in row["attention"])
+                assert row["options"].get("theta") == settings.get(
+                    "model.attention_options.theta", row["options"].get("theta")
+                )
 
 
 SHOWN = {
@@ -172,3 +179,27 @@ def test_the_summary_of_results_shows_what_is_stored() -> None:
         for row, cells in ((rows[0][0], of_first), (rival, of_rival)):
             assert cell_of[row].endswith(f" {cells[place]}"), (cells[0], heading[place], row)
         assert sequences[place] == cell_of["test sequences"]
+
+
+def test_the_page_on_stick_breaking_shows_what_is_stored() -> None:
+    page = (RESULTS / "stick-breaking.md").read_text()
+    errors = json.loads((RESULTS / "recent" / "errors.json").read_text())
+    names = {
+        label.split(",")[0].replace(" qk_norm=True", "").replace(" qk_norm=False", ""): found
+        for label, found in errors.items()
+    }
+    _, *rows = rows_of(page, "| attention, 64 symbols |")
+    assert {row[0] for row in rows} == set(names)
+    for row in rows:
+        kinds = list(names[row[0]]["kinds"]["64"].values())
+        assert row[1:] == [f"{share:.2f}" for share in kinds[:3]]
+    _, *rows = rows_of(page, "| attention, right answers by distance")
+    for row in rows:
+        assert row[1:] == [f"{found['right']:.2f}" for found in names[row[0]]["back"].values()]
+    trial = json.loads((RESULTS / "recent" / "score-distance.json").read_text())
+    _, *rows = rows_of(page, "| a kept key adds |")
+    assert [row[0] for row in rows][: len(trial)] == list(trial)
+    for row in rows[: len(trial)]:
+        by_seed = trial[row[0]].values()
+        means = [sum(found) / len(by_seed) for found in zip(*by_seed, strict=True)]
+        assert row[1:] == [f"{mean:.2f}" for mean in means]
