@@ -252,7 +252,7 @@ def test_beyond_those_who_may_wait_it_sends_away(complete: Any, held: threading.
             complete()
         assert error.value.response.headers["retry-after"] == "1"
         held.set()
-        assert all(answer.result().choices[0].finish_reason == "length" for answer in answers)
+        assert all(answer.result().choices[0].finish_reason in ("length", "stop") for answer in answers)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -270,7 +270,7 @@ def test_a_client_that_leaves_frees_its_place(
             assert all(isinstance(answer.exception(), openai.APITimeoutError) for answer in asked)
     held.set()
     wait_until(lambda: health(url)["running"] == 0)
-    assert complete().choices[0].finish_reason == "length"
+    assert complete().choices[0].finish_reason in ("length", "stop")
 
 
 def test_a_client_that_leaves_while_it_waits_is_never_served(complete: Any, held: threading.Event, url: str) -> None:
@@ -394,7 +394,7 @@ def test_a_request_that_finds_no_room_is_told_and_the_next_is_served(
     monkeypatch.setattr(serve.Batcher, "_place", first_fails)
     with pytest.raises(openai.APIError, match="no memory is left"):
         complete(max_tokens=1)
-    assert complete(max_tokens=1).choices[0].finish_reason == "length"
+    assert complete(max_tokens=1).choices[0].finish_reason in ("length", "stop")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

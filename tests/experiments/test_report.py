@@ -20,7 +20,7 @@ from tra.report.tables import comparison_tables
 
 TUNED = of_flip_flop(
     rows=("tra", Row("rope", changes={"clip": 0.5}, name="<b>rope</b>")),
-    tuning=Tuning({"learning_rate": (1e-3, 2e-3)}, rows=("tra",)),
+    tuning=Tuning({"learning_rate": (1e-3, 2e-3, 4e-3)}, rows=("tra",)),
 )
 
 
@@ -38,7 +38,7 @@ def test_a_report_says_what_was_run_how_what_came_of_it_and_what_tuning_took(tmp
     page = (folder / "report.html").read_text()
     said = text_of(page)
     assert "runs 4 of 4 finished seeds 0, 1" in said
-    assert "command tra reproduce mine.py & more 6 runs in" in said, "tuning included"
+    assert "command tra reproduce mine.py & more 7 runs in" in said, "tuning included"
     environment = content_of(folder)["sessions"][0]["environment"]
     assert f"tra {environment['tra']}, torch {environment['torch']}, Python {environment['python']}" in said
     for table in comparison_tables(outcome.records):
@@ -48,18 +48,20 @@ def test_a_report_says_what_was_run_how_what_came_of_it_and_what_tuning_took(tmp
     assert page.count("<strong>") == sum(len(table.best) for table in comparison_tables(outcome.records)) + 1
     links = [folder / unquote(link) for link in re.findall(r'<a href="([^"]+)">', page)]
     runs, explorers = ([link for link in links if (link.suffix == ".html") == html] for html in (False, True))
-    assert len(runs) == 6
+    assert len(runs) == 7
     assert all((run / "recipe.json").exists() for run in runs)
     assert len(explorers) == 2, "one for the first seed of each row"
     assert all("explorer" in page.read_text() for page in explorers)
-    assert page.count("<polyline") == 6
+    assert page.count("<polyline") == 7
     assert page.count('<svg role="img"') == 2
     assert 'aria-label="training, flip_flop"' in page
     (sentence,) = conclusions(outcome.records).values()
     assert f"What came out flip_flop {sentence}" in said
-    assert "grid learning_rate = 0.001, 0.002 seeds 1000 rows tra budget 2 runs of" in said
+    assert "grid learning_rate = 0.001, 0.002, 0.004 seeds 1000 rows tra budget 3 runs of" in said
     chosen = content_of(folder)["tuning"]["flip_flop tra"]["chosen"]["learning_rate"]
-    assert f"chosen for flip_flop tra learning_rate = {chosen} (at the edge of what was tried: learning_rate)" in said
+    edge = "" if chosen == 2e-3 else " (at the edge of what was tried: learning_rate)"
+    assert f"chosen for flip_flop tra learning_rate = {chosen}{edge}" in said
+    assert ("at the edge" in said) == bool(edge)
     assert "<b>rope" not in page, "names are text"
     assert "location.reload" in page
     assert '"again":null' in page

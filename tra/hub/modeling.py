@@ -225,7 +225,7 @@ class TraModel(TraPreTrainedModel):
         first = caches[0] if caches else None
         if isinstance(first, TraStaticLayer):
             if not torch.compiler.is_compiling():
-                check_mask(attention_mask, batch, (first.get_seq_length() + new, first.max_cache_len))
+                check_mask(attention_mask, batch, (int(first.get_seq_length()) + new, first.max_cache_len))
             key_mask = key_mask_of(padded_mask(attention_mask, first.max_cache_len), batch, first.max_cache_len)
         else:
             key_mask = key_mask_of(attention_mask, batch, new + (0 if first is None else first.get_seq_length()))
