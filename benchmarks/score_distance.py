@@ -1,6 +1,6 @@
 """A trial: TRA whose distance counts each kept key by its score instead of by one, as a plug-in.
 
-    tra train induct-recent-small --attention tra-score-distance --plugin benchmarks/score_distance.py
+    tra train induct-recent-small --plugin benchmarks/score_distance.py --model.attention tra-score-distance
     ... --model.options base=1 slope=0     # the count, as TRA has it
 
 Dense, so for short sequences. A key that matches the query well pushes what lies behind it far away, as stick-breaking
