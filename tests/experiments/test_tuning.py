@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -455,18 +455,22 @@ LOSSES = {(1e-3, 1000): 2.0, (2e-2, 1000): 1.1, (1e-3, 1001): 1.0, (2e-2, 1001):
 """By rate and seed: the first seed is for one rate, both together are for the other, by less than they differ."""
 
 
-@pytest.fixture
-def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_up_losses(monkeypatch: pytest.MonkeyPatch, loss_of: Callable[[Recipe], float]) -> None:
+    """Tuning sees the losses that a function of the recipe gives."""
+
     def losses(measured: Mapping[Cell, list[Result]], diverged: Any = ()) -> Losses:
-        return tuning_losses(
-            {
-                cell: [replace(one, loss=LOSSES[cell.recipe.learning_rate, cell.recipe.seed]) for one in results]
-                for cell, results in measured.items()
-            },
-            diverged,
-        )
+        made_up = {
+            cell: [replace(result, loss=loss_of(cell.recipe)) for result in results]
+            for cell, results in measured.items()
+        }
+        return tuning_losses(made_up, diverged)
 
     monkeypatch.setattr("tra.experiments.perform.tuning_losses", losses)
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_up_losses(monkeypatch, lambda recipe: LOSSES[recipe.learning_rate, recipe.seed])
 
 
 def rates(content: Mapping[str, Any]) -> dict[str, float]:
@@ -556,17 +560,7 @@ def test_settings_that_results_do_not_tell_keep_results_in_their_rows(
 ) -> None:
     """A record knows its rate and options alone."""
     losses = {(0.0, 1000): 1.0, (0.1, 1000): 1.1, (0.0, 1001): 1.2, (0.1, 1001): 1.2}
-
-    def made_up(measured: Mapping[Cell, list[Result]], diverged: Any = ()) -> Losses:
-        return tuning_losses(
-            {
-                cell: [replace(one, loss=losses[cell.recipe.weight_decay, cell.recipe.seed]) for one in results]
-                for cell, results in measured.items()
-            },
-            diverged,
-        )
-
-    monkeypatch.setattr("tra.experiments.perform.tuning_losses", made_up)
+    make_up_losses(monkeypatch, lambda recipe: losses[recipe.weight_decay, recipe.seed])
     experiment = of_flip_flop(rows=("tra",), tuning=Tuning({"weight_decay": (0.0, 0.1)}, seeds=(1000, 1001)))
     found = experiment.perform(Request(tmp_path / "a", "smoke"))
     assert {record.row for record in found.records} == {"tra", "tra (second choice)"}
