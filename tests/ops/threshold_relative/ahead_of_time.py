@@ -1,9 +1,9 @@
 """`make gpu-check`: every Triton kernel compiled for every GPU that is promised, on a machine that has none.
 
 What is launched is what is compiled: the launches of a small call are recorded and their arguments taken as they are.
-Checked are shared memory against what the processor has, stack use against the exceptions in ceilings.json, the product
-instruction of the scores, and that the inner loops copy asynchronously. Results are kept under build/ by a digest of
-sources and arguments.
+Checked are shared memory and registers against what the processor has, stack use against the exceptions in
+ceilings.json, the product instruction of the scores, and that the inner loops copy asynchronously. Results are kept
+under build/ by a digest of sources and arguments.
 """
 
 import argparse
@@ -335,6 +335,10 @@ def complaints(results: list[Compiled], stack: dict[str, int]) -> list[str]:
         allowed = max((size for pattern, size in stack.items() if fnmatch(result.name, pattern)), default=0)
         if result.shared > limit:
             found.append(f"{result.name}: {result.shared} bytes of shared memory, the processor has {limit}")
+        if result.occupancy == 0:
+            found.append(
+                f"{result.name}: {result.registers} registers in {result.tile} are more than the processor has"
+            )
         if result.stack > allowed:
             found.append(f"{result.name}: {result.stack} bytes of stack, {allowed} are allowed")
         if result.kernel not in WALKING or result.dtype == "float32":

@@ -1,9 +1,11 @@
 """Gradients that pass the threshold, and a threshold and a bound for each row.
 
-The reference and every variant of the CPU kernel against autograd of the dense form in double precision.
+The reference, the Triton kernels and every variant of the CPU kernel against autograd of the dense form in double
+precision.
 """
 
 import math
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -27,10 +29,19 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(params=["reference", *sorted(cpu.LIBRARIES)])
+def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return chosen(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["reference", "triton", *sorted(cpu.LIBRARIES)])
 def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "reference":
-        return "reference"
-    monkeypatch.setattr(cpu, "variant", request.param)
+    return chosen(request.param, monkeypatch)
+
+
+def chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if name in ("reference", "triton"):
+        return name
+    monkeypatch.setattr(cpu, "variant", name)
     return "cpu"
 
 
@@ -109,8 +120,11 @@ def equal_bits(left: list[Tensor], right: list[Tensor]) -> bool:
 )
 def test_gradients_are_those_of_autograd_through_the_dense_form(impl: str, shape: dict[str, object]) -> None:
     given = case(**shape)
+    allowed = (
+        8e-6 if impl == "triton" else 4e-6
+    )  # strong gates: the reference in single precision has half of the former
     for name, right, ours in zip(NAMES, exact(given), gradients(given, impl), strict=True):
-        assert_close(ours.double(), right, rtol=1e-4, atol=4e-6 * (1 + right.abs().max().item()), msg=name)
+        assert_close(ours.double(), right, rtol=1e-4, atol=allowed * (1 + right.abs().max().item()), msg=name)
 
 
 def test_reference_gradients_are_exact_in_double_precision() -> None:
@@ -140,13 +154,13 @@ def test_a_row_that_keeps_nothing_learns_from_all_its_keys(impl: str) -> None:
 
 
 @pytest.mark.parametrize("tolerance", [0.0, None])
-def test_forward_has_the_same_bits_with_gradients_through_the_threshold(impl: str, tolerance: float | None) -> None:
+def test_forward_has_the_same_bits_with_gradients_through_the_threshold(on_cpu: str, tolerance: float | None) -> None:
     query, key, value, log_gate, _ = case(queries=300, keys=311).inputs
-    plain = threshold_relative_attention(query, key, value, log_gate, threshold=0.125, tolerance=tolerance, impl=impl)
+    plain = threshold_relative_attention(query, key, value, log_gate, threshold=0.125, tolerance=tolerance, impl=on_cpu)
     for threshold in (0.125, torch.tensor(0.125), torch.full((4, 1), 0.125), torch.full((2, 4, 300), 0.125)):
         for through in (0.0, 0.5):
             for leaf in (query, query.clone().requires_grad_()):
-                options = {"threshold": threshold, "straight_through": through, "tolerance": tolerance, "impl": impl}
+                options = {"threshold": threshold, "straight_through": through, "tolerance": tolerance, "impl": on_cpu}
                 out = threshold_relative_attention(leaf, key, value, log_gate, **options)
                 assert equal_bits([out.detach()], [plain])
 
@@ -165,14 +179,18 @@ def test_a_threshold_for_each_row_keeps_what_that_number_keeps(impl: str) -> Non
             assert_close(alone[:, head], whole[:, head, row_slice])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["query", "log_gate", "threshold", "grad"])
-def test_what_is_not_finite_spoils_its_own_row_only(impl: str, bad: float, where: str) -> None:
-    if where == "log_gate" and bad == math.inf:
-        pytest.skip("a positive gate is an error")
-    given = case(kv_heads=4)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")  # numpy in the interpreter
+@pytest.mark.parametrize(
+    "where, bad",
+    [
+        *product(("query", "threshold", "grad"), (math.nan, math.inf, -math.inf)),
+        *product(("log_gate",), (math.nan, -math.inf)),  # a positive gate is an error
+    ],
+)
+def test_what_is_not_finite_spoils_its_own_row_only(impl: str, where: str, bad: float) -> None:
+    given = case(batch=1, heads=3, kv_heads=3, queries=20, keys=20)
     whole = gradients(given, impl)
-    place = (1, 2, 11)
+    place = (0, 2, 11)
     tensors = dict(zip((*NAMES[1:], "grad"), (*given.inputs, given.grad), strict=True))
     tensors[where] = tensors[where].clone()
     tensors[where][place] = bad
@@ -326,15 +344,15 @@ def test_rows_stop_by_their_own_bound_and_threshold(variant: str) -> None:
             assert spoilt == (0 <= row - 150 < math.ceil(reach))
 
 
-def test_a_score_beyond_the_bound_of_its_row_is_an_error(impl: str) -> None:
+def test_a_score_beyond_the_bound_of_its_row_is_an_error(on_cpu: str) -> None:
     query, key, value, log_gate, _ = case(queries=40, keys=40).inputs
     bound = (query @ key.repeat_interleave(2, 1).mT / 4).tril().amax(-1).clamp(min=0.25)
-    threshold_relative_attention(query, key, value, log_gate, score_bound=bound, impl=impl)
+    threshold_relative_attention(query, key, value, log_gate, score_bound=bound, impl=on_cpu)
     bound[1, 2, 33] /= 2
     with pytest.raises(ValueError, match="score_bound must bound the absolute scores of all kept keys, got a tensor"):
-        threshold_relative_attention(query, key, value, log_gate, score_bound=bound, impl=impl)
+        threshold_relative_attention(query, key, value, log_gate, score_bound=bound, impl=on_cpu)
     bound[1, 2, 33] = math.nan  # no bound
-    threshold_relative_attention(query, key, value, log_gate, score_bound=bound, impl=impl)
+    threshold_relative_attention(query, key, value, log_gate, score_bound=bound, impl=on_cpu)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 100.0])
