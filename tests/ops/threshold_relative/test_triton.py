@@ -690,7 +690,7 @@ def test_kernels_compile_within_their_limits() -> None:
         ({"stack": 8}, "8 bytes of stack, 0 are allowed"),
         ({"width": 256, "stack": 24}, None),
         ({"width": 256, "stack": 32}, "32 bytes of stack, 24 are allowed"),
-        ({"registers": 300, "occupancy": 0.0}, "300 registers in 64x16, 4 warps: the processor has fewer"),
+        ({"registers": 300, "occupancy": 0.0}, "300 registers in 64x16, 4 warps are more than the processor has"),
         ({"shared": 101_377}, "101377 bytes of shared memory, the processor has 101376"),
         ({"scores": False}, "the instruction of the scores is missing"),
         ({"copies": 0}, "no asynchronous copies"),
