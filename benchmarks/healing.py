@@ -1,15 +1,15 @@
 """TRA in a pretrained model: what a small Llama keeps at once and after a short training.
 
-    python benchmarks/healing.py --data DATA --work WORK [--seeds 3] [--steps 0 200] [--settings NAME ...] [--keys]
+    python benchmarks/healing.py --data DATA --work WORK [--seeds 3] [--steps 0 200] [--settings NAME ...]
     python benchmarks/healing.py --data DATA --work WORK --choices
     python benchmarks/healing.py --work WORK --table FOLDER
 
 A Llama is trained with RoPE on short windows of WikiText-2 (DATA holds train.txt, valid.txt and test.txt). Each setting
 changes the model and trains it for some more steps on such windows. Measured are the perplexity of the whole validation
-text by place in a window, and that of passages that occur a second time; with `--keys` also how often one of ten keys
-is found in a text after a fine-tuning on short ones. `--choices` compares options of `adopt` on a part of the test
-text, so that defaults are not chosen on what is reported. Every measurement is added to WORK/results.jsonl, and what is
-there already is not done again. `--table` writes what was measured and the tables to a folder.
+text by place in a window, and that of passages that occur a second time. `--choices` compares options of `adopt` on a
+part of the test text, so that defaults are not chosen on what is reported. Every measurement is added to
+WORK/results.jsonl, and what is there already is not done again. `--table` writes what was measured and the tables to a
+folder. Whether a model finds a key far away is measured by `benchmarks/healing_keys.py`.
 """
 
 import argparse
@@ -31,24 +31,19 @@ from torch import Tensor
 from tra.environment import environment
 from tra.hub import adopt
 from tra.hub.adopted_attention import TraGates
+from tra.runs.memory import reuse_memory
 
 WINDOW = 128
 """Tokens of a training window; nothing longer is ever trained on."""
-VOCABULARY, BATCH, PRETRAINING, FINE_TUNING = 2048, 8, 1500, 300
-KEYS = 10
-ASK, FIRST_KEY = VOCABULARY - KEYS - 1, VOCABULARY - KEYS
-"""The last tokens are in no text: the keys, and what asks for the one that a text holds."""
+VOCABULARY, IN_TEXT, BATCH, PRETRAINING = 2048, 2037, 8, 1500
+"""Eleven tokens of the vocabulary are in no text."""
 PRETRAINING_RATE, RATE = 3e-3, 1e-3
 LENGTHS = (128, 1024, 4096)
 """Perplexity is that of tokens up to each of these places in windows of the greatest, from the one before on."""
 GAPS = (64, 2048)
 PASSAGE, PASSAGES = 64, 32
-KEY_TEXTS = {128: 200, 1024: 100, 4096: 50}
-"""How many texts with a key are read at each length."""
-FINE_TUNED = 200
-"""The healing after which models are tuned to find keys."""
-CHOSEN_ON = 65_536
-"""Tokens of the test text that choices are compared on."""
+CHOSEN_AFTER, CHOSEN_ON = 200, 65_536
+"""Steps after which choices are compared, and tokens of the test text that they are compared on."""
 
 
 def as_it_is(model: Any) -> Any:
@@ -139,7 +134,7 @@ def tokens_of(data: Path, work: Path) -> dict[str, Tensor]:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        tokenizer.train([str(data / "train.txt")], trainers.BpeTrainer(vocab_size=ASK, initial_alphabet=alphabet))
+        tokenizer.train([str(data / "train.txt")], trainers.BpeTrainer(vocab_size=IN_TEXT, initial_alphabet=alphabet))
         found = {}
         for split in ("train", "valid", "test"):
             lines = (data / f"{split}.txt").read_text().splitlines(keepends=True)
@@ -148,11 +143,11 @@ def tokens_of(data: Path, work: Path) -> dict[str, Tensor]:
     return torch.load(stored, weights_only=True)
 
 
-def new_llama(seed: int) -> Any:
+def new_llama(seed: int, vocabulary: int = VOCABULARY) -> Any:
     torch.manual_seed(seed)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=64,
             intermediate_size=176,
             num_hidden_layers=2,
@@ -176,21 +171,6 @@ def drawn(tokens: Tensor, rows: int, length: int, generator: torch.Generator) ->
 def text_batch(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     batch = drawn(tokens, BATCH, WINDOW, generator)
     return batch, batch
-
-
-def key_batch(tokens: Tensor, rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Texts with one of ten keys anywhere, which is asked for at the end; only the answer is labelled."""
-    batch = drawn(tokens, rows, length, generator)
-    key = FIRST_KEY + torch.randint(KEYS, (rows, 1), generator=generator)
-    batch.scatter_(1, torch.randint(length - 2, (rows, 1), generator=generator), key)
-    batch[:, -2], batch[:, -1:] = ASK, key
-    labels = torch.full_like(batch, -100)
-    labels[:, -1:] = key
-    return batch, labels
-
-
-def key_tuning_batch(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return key_batch(tokens, BATCH, int(torch.randint(16, WINDOW + 1, (), generator=generator)), generator)
 
 
 def train(
@@ -264,28 +244,12 @@ def repeated(model: Any, tokens: Tensor, gap: int) -> float:
     return torch.cat(losses).mean().exp().item()
 
 
-@torch.no_grad()
-def found_keys(model: Any, tokens: Tensor, length: int) -> float:
-    """The fraction of texts of this length whose key is found; one in ten by chance."""
-    batch, _ = key_batch(tokens, KEY_TEXTS[length], length, torch.Generator().manual_seed(length))
-    right = []
-    for part in batch.split(max(1, 4096 // length)):
-        logits = model(part, use_cache=False, logits_to_keep=2).logits[:, 0]
-        right.append(logits.argmax(-1) == part[:, -1])
-    return torch.cat(right).float().mean().item()
-
-
-def measure(model: Any, train_text: Tensor, text: Tensor, seed: int, with_keys: bool) -> dict[str, Any]:
-    """What is reported of a model; to find keys a copy of it is tuned."""
-    found: dict[str, Any] = {
+def measure(model: Any, text: Tensor) -> dict[str, Any]:
+    """What is reported of a model."""
+    return {
         "perplexity": perplexity(model, text),
         "repeated": {str(gap): repeated(model, text, gap) for gap in GAPS},
     }
-    if with_keys:
-        tuned = copy.deepcopy(model)
-        train(tuned, partial(key_tuning_batch, train_text), FINE_TUNING, 2000 + seed)
-        found["keys"] = {str(length): found_keys(tuned, text, length) for length in KEY_TEXTS}
-    return found
 
 
 def measured(work: Path) -> list[dict[str, Any]]:
@@ -297,14 +261,12 @@ def table(results: list[dict[str, Any]]) -> str:
     """Markdown: means over seeds with 95% intervals, Student's t over seeds."""
     columns = [("perplexity", f"to {length:,}", str(length)) for length in LENGTHS]
     columns += [("repeated", f"again after {gap:,}", str(gap)) for gap in GAPS]
-    if all("keys" in row for row in results):
-        columns += [("keys", f"keys at {length:,}", str(length)) for length in KEY_TEXTS]
     lines = [
         f"| setting | steps | {' | '.join(title for _, title, _ in columns)} | seeds |",
         "|---|---:|" + "---:|" * (len(columns) + 1),
     ]
-    for name, steps, rows in _groups(results):
-        cells = [_cell(kind, [row[kind][key] for row in rows]) for kind, _, key in columns]
+    for name, steps, rows in groups(results):
+        cells = [interval(kind, [row[kind][key] for row in rows]) for kind, _, key in columns]
         lines.append(f"| {name} | {steps:,} | {' | '.join(cells)} | {len(rows)} |")
     return "\n".join(lines) + "\n"
 
@@ -316,31 +278,29 @@ def differences(results: list[dict[str, Any]], control: str) -> str:
         "|---|---:|" + "---:|" * len(LENGTHS),
     ]
     beside = {(row["seed"], row["steps"]): row["perplexity"] for row in results if row["setting"] == control}
-    for name, steps, rows in _groups(results):
+    for name, steps, rows in groups([row for row in results if (row["seed"], row["steps"]) in beside]):
         if name != control and len(rows) > 1:
             cells = [
-                _cell("less", [row["perplexity"][key] - beside[row["seed"], steps][key] for row in rows])
+                interval("less", [row["perplexity"][key] - beside[row["seed"], steps][key] for row in rows])
                 for key in map(str, LENGTHS)
             ]
             lines.append(f"| {name} | {steps:,} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _groups(results: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
+def groups(results: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
     """The seeds of each setting and number of steps."""
     for steps in sorted({row["steps"] for row in results}):
-        for name in (*SETTINGS, *CHOICES):
-            rows = [row for row in results if (row["setting"], row["steps"]) == (name, steps)]
-            if rows:
-                yield name, steps, rows
+        for name in dict.fromkeys(row["setting"] for row in results if row["steps"] == steps):
+            yield name, steps, [row for row in results if (row["setting"], row["steps"]) == (name, steps)]
 
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """The 97.5% quantile of t for a number of seeds."""
 
 
-def _cell(kind: str, values: list[float]) -> str:
-    unit, digits = (100, 0) if kind == "keys" else (1, 1)
+def interval(kind: str, values: list[float]) -> str:
+    unit, digits = (100, 0) if kind == "accuracy" else (1, 1)
     mean = f"{unit * statistics.fmean(values):{'+' if kind == 'less' else ''}.{digits}f}"
     if len(values) not in STUDENT:
         return mean
@@ -354,7 +314,7 @@ def planned(arguments: argparse.Namespace) -> Iterable[tuple[str, int, int, Call
         for name, options in CHOICES.items():
             rates = {key: value for key, value in options.items() if key in ("rate", "gate_rate")}
             made = partial(tra, **{key: value for key, value in options.items() if key not in rates})
-            yield name, 0, FINE_TUNED, made, rates
+            yield name, 0, CHOSEN_AFTER, made, rates
         return
     for seed in range(arguments.seeds):
         for steps in arguments.steps:
@@ -381,7 +341,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, nargs="+", default=[0, 200], help="of training after the change")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
-    parser.add_argument("--keys", action="store_true", help="also tune each model to find keys")
     parser.add_argument("--choices", action="store_true", help="compare options of `adopt` instead")
     parser.add_argument("--table", type=Path, help="write results.json and table.md to this folder, and train nothing")
     arguments = parser.parse_args()
@@ -395,14 +354,21 @@ def main() -> None:
     tokens = tokens_of(arguments.data, arguments.work)
     text = tokens["test"][:CHOSEN_ON] if arguments.choices else tokens["valid"]
     done = {(row["setting"], row["seed"], row["steps"]) for row in measured(arguments.work)}
+    reuse_memory()
+    full: dict[tuple[int, int], Any] = {}
     for name, seed, steps, made, rates in planned(arguments):
         if (name, seed, steps) in done:
             continue
         print(f"seed {seed}, {name}, {steps} steps", flush=True)
-        model = made(pretrained(seed, tokens["train"], arguments.work)).eval()
-        train(model, partial(text_batch, tokens["train"]), steps, 1000 + seed, **rates)
+        if name == WINDOWED and (seed, steps) in full:  # in training windows of that size the two are one model
+            model = made(full[seed, steps]).eval()
+        else:
+            model = made(pretrained(seed, tokens["train"], arguments.work)).eval()
+            train(model, partial(text_batch, tokens["train"]), steps, 1000 + seed, **rates)
+        if name == "RoPE":
+            full = {(seed, steps): model}
         row = {"setting": name, "seed": seed, "steps": steps}
-        row |= measure(model, tokens["train"], text, seed, arguments.keys)
+        row |= measure(model, text)
         print(" ", json.dumps(row), flush=True)
         with open(arguments.work / "results.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")

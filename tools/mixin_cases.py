@@ -17,6 +17,7 @@ from tra.hub.adopted_attention import Options
 
 from .generation.test_utils import GenerationTesterMixin
 from .test_modeling_common import ModelTesterMixin, ids_tensor
+from .test_training_mixin import TrainingTesterMixin
 
 
 class Tester:
@@ -31,6 +32,10 @@ class Tester:
     def __init__(self, parent: Any) -> None:
         self.parent = parent
 
+    @property
+    def causal_lm_class(self) -> Any:
+        return self.parent.all_model_classes[1]
+
     def get_config(self) -> Any:
         return self.parent.new_config(**self.shared)
 
@@ -40,7 +45,8 @@ class Tester:
         return self.get_config(), {"input_ids": tokens, "attention_mask": mask}
 
 
-class Cases(ModelTesterMixin, GenerationTesterMixin):
+class Cases(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin):
+    model_tester: Any = None
     pipeline_model_mapping: ClassVar[dict[str, Any]] = {}
     test_torch_exportable = False
 

@@ -1,5 +1,6 @@
-"""A TRA, a RoPE and a Llama model of one size: what the last can do, the others must."""
+"""A TRA, a RoPE, an adopted Llama and a plain one of one size: what the last can do, the others must."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -7,20 +8,25 @@ import torch
 import transformers
 
 from tests.hub.models import VOCABULARY, config
+from tra.hub.adopted_attention import Options
+from tra.hub.adoption import adopted_class
 
-KINDS = ("tra", "rope", "llama")
+KINDS = ("tra", "rope", "adopted", "llama")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 own_kinds = pytest.mark.parametrize("kind", KINDS[:2])
 
 
 def config_of(kind: str, **changes: Any) -> Any:
-    if kind != "llama":
+    if kind not in KINDS[2:]:
         return config(kind, **{"dropout": 0.0, "pad_token_id": 0, **changes})
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    return transformers.LlamaConfig(
-        **{"vocab_size": VOCABULARY, "num_key_value_heads": 2, **sizes, **special, **changes}
-    )
+    shape = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, **sizes, **special, **changes}
+    if kind == "llama":
+        return transformers.LlamaConfig(**shape)
+    found = adopted_class(transformers.LlamaConfig)(**shape)
+    found.tra = asdict(Options(gate_bias=1.0))
+    return found
 
 
 def build_kind(kind: str, auto: Any = transformers.AutoModelForCausalLM, **changes: Any) -> Any:

@@ -224,18 +224,6 @@ def test_a_static_cache_in_pieces_and_with_padding(family: str) -> None:
     close(torch.cat(found, dim=1)[0, 3:], expected[0, 3:])
 
 
-def test_gradient_checkpointing_has_the_same_gradients() -> None:
-    model, tokens = adopted("llama").train(), tokens_of()
-    gradients = []
-    for enable in (False, True):
-        if enable:
-            model.gradient_checkpointing_enable()
-        loss = model(tokens, labels=tokens, use_cache=False).loss
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 def test_it_compiles_as_one_graph() -> None:
     model, tokens = adopted("llama", {"num_hidden_layers": 1}), tokens_of()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -503,16 +491,3 @@ def test_fsdp_shards_gates_with_their_layers(tmp_path: Path) -> None:
         close(model.model.layers[0].self_attn.tra.gate_bias.grad.full_tensor(), expected)
     finally:
         distributed.destroy_process_group()
-
-
-@torch.no_grad()
-def test_a_compiled_step_over_a_static_cache_is_compiled_once() -> None:
-    model, tokens = adopted("llama", {"num_hidden_layers": 2}), tokens_of(2, 12)
-    expected = model(tokens, use_cache=False).logits
-    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
-    model(tokens[:, :7], past_key_values=cache)
-    step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    found = [step(tokens[:, 7:8], past_key_values=cache).logits]
-    with torch.compiler.set_stance("fail_on_recompile"):
-        found += [step(token, past_key_values=cache).logits for token in tokens[:, 8:].split(1, dim=1)]
-    close(torch.cat(found, dim=1), expected[:, 7:])

@@ -24,7 +24,12 @@ from tra.hub import TraForCausalLM
 # Importing these libraries warns of matters of their own.
 pytestmark = pytest.mark.filterwarnings("default")
 
-DEFAULT_TARGETS = {"tra": {"query", "value"}, "rope": {"query", "value"}, "llama": {"q_proj", "v_proj"}}
+DEFAULT_TARGETS = {
+    "tra": {"query", "value"},
+    "rope": {"query", "value"},
+    "adopted": {"q_proj", "v_proj"},
+    "llama": {"q_proj", "v_proj"},
+}
 
 
 def tuned(model: Any, configuration: Any, steps: int = 40) -> Any:
@@ -287,3 +292,20 @@ def test_lm_eval_reads_an_exported_folder(exported: Path, tmp_path: Path) -> Non
         sample = json.loads(line)
         found = [float(answer[0]) for answer in sample["filtered_resps"]]
         assert found == pytest.approx([likelihood(answer) for answer in sample["doc"]["choices"]], abs=1e-3)
+
+
+def test_lm_eval_reads_an_adopted_folder(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokens = build_kind("adopted"), tokens_of(1, 12)
+    model.save_pretrained(tmp_path)
+    tokenizer = ended_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    known, asked = tokenizer.decode(tokens[0, :8]), " " + tokenizer.decode(tokens[0, 8:])
+    harness = HFLM(pretrained=str(tmp_path), device="cpu", max_length=64)
+    ((found, _),) = harness.loglikelihood([Instance("loglikelihood", {}, (known, asked), 0)], disable_tqdm=True)
+    with torch.no_grad():
+        scores = model(tokens).logits.log_softmax(-1)[0, 7:-1]
+    assert found == pytest.approx(scores.gather(1, tokens[0, 8:, None]).sum().item(), abs=1e-3)

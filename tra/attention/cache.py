@@ -63,10 +63,6 @@ class Cache:
         """Keep these rows of the batch in this order; a row may come more than once."""
         self._buffers = [buffer.index_select(0, rows.to(buffer.device)) for buffer in self._buffers]
 
-    def move(self, device: torch.device | str) -> None:
-        """Put everything on another device."""
-        self._buffers = [buffer.to(device) for buffer in self._buffers]
-
     def crop(self, length: int) -> None:
         """Forget all tokens but the first ``length``.
 
@@ -151,10 +147,6 @@ class StaticCache(Cache):
                 buffer.copy_(chosen)  # where a compiled step looks for it
             else:
                 self._buffers[index] = chosen
-
-    def move(self, device: torch.device | str) -> None:
-        super().move(device)
-        self.length = self.length.to(device)
 
     def crop(self, length: int) -> None:
         if not 0 <= length <= len(self):

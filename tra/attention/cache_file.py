@@ -87,9 +87,6 @@ class FileCache(Cache):
     def select(self, rows: Tensor) -> None:
         raise ValueError("the rows of a cache in a file cannot be selected")
 
-    def move(self, device: torch.device | str) -> None:
-        raise ValueError("a cache in a file cannot be moved to another device")
-
 
 def save_cache(
     path: Path | str, caches: Sequence[Cache], about: Mapping[str, str | None], tokens: Tensor | None = None

@@ -79,10 +79,6 @@ class FarCache(Cache):
         super().select(rows)
         self.far.select(rows)
 
-    def move(self, device: torch.device | str) -> None:
-        """Put the near tokens on another device; the others stay."""
-        super().move(device)
-
     def crop(self, length: int) -> None:
         if length < len(self.far):
             raise ValueError(f"length must be at least the {len(self.far)} tokens that were moved away, got {length}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from tra.attention.dense import dense_mix, dense_softmax, full_product
+from tra.attention.dense import dense_mix, dense_softmax, full_product, sum_from_right
 from tra.attention.threshold_relative import KEEPS_ALL, THRESHOLD_RATE, LearnedThreshold
 from tra.hub.packing import positioned_segments, told_segments
 from tra.lookup import lookup
@@ -137,7 +137,9 @@ def before_attention(
     if segments is None and tokens > 1 and kwargs.get("position_ids") is not None and looked:
         mask = kwargs.get("attention_mask")
         if mask is not None:  # of the new tokens; in a matrix, whether each of them sees itself
-            mask = mask[:, -tokens:] if mask.dim() == 2 else mask[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
+            last = mask.shape[-1] if end is None else min(int(end), mask.shape[-1])  # behind it a static cache is empty
+            mask = mask[..., last - tokens : last]
+            mask = mask if mask.dim() == 2 else mask[:, 0].diagonal(dim1=1, dim2=2)
             mask = mask == 0 if mask.is_floating_point() else mask.bool()
             mask = mask.expand(batch, tokens)
         segments = positioned_segments(kwargs["position_ids"], mask, batch, tokens)
@@ -270,7 +272,7 @@ def dense_weights(
     if straight_through > 0.0 and torch.is_grad_enabled():
         soft = torch.sigmoid((scores - limit) / straight_through).masked_fill(~visible, 0.0)
         member = member + (soft - soft.detach())  # 0 or 1
-    distance = member.flip(-1).cumsum(-1).flip(-1) - kept.to(scores.dtype)  # kept keys that are nearer
+    distance = sum_from_right(member) - kept.to(scores.dtype)  # kept keys that are nearer
     logits = scores + log_gate[..., None] * distance
     logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     # No key that is left out has a larger logit than the nearest kept one.

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,7 +22,10 @@ from tra.errors import RunError
 from tra.files import written_aside
 from tra.hub.adapters import tell_peft
 from tra.hub.adopted_attention import NAME, Options, TraGates, before_attention
-from tra.hub.config import MODULE, leads_to
+from tra.hub.config import MODULE, NeverCopied, leads_to
+
+if TYPE_CHECKING:
+    from tra.hub.healing import Healing
 
 FAMILIES = (
     "cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo", "olmo2", "phi", "phi3",
@@ -41,6 +44,7 @@ REASONS = {
 AUTO_CLASSES = {
     "AutoModel": transformers.MODEL_MAPPING,
     "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "AutoModelForQuestionAnswering": transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     "AutoModelForSequenceClassification": transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "AutoModelForTokenClassification": transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
@@ -120,12 +124,13 @@ def _listed(name: str, layers: Sequence[int]) -> list[int]:
     return list(layers)
 
 
-def adopt_folder(model: str | Path, folder: str | Path, **options: Any) -> None:
+def adopt_folder(model: str | Path, folder: str | Path, healing: "Healing | None" = None, **options: Any) -> None:
     """Adopt the model of one folder, or of the hub, and write it to another with its tokenizer.
 
     Args:
-        model: folder or name of the original, which is left as it is.
+        model: folder or name of the original, which is left as it is; with ``healing`` it may be adopted already.
         folder: what to write, which must not exist yet; it appears whole or not at all.
+        healing: text to train the adopted model on.
         options: as for :func:`adopt`.
     """
     folder = Path(folder)
@@ -133,14 +138,22 @@ def adopt_folder(model: str | Path, folder: str | Path, **options: Any) -> None:
         raise ValueError(f"folder must not exist yet, got {folder}")
     logging.disable_progress_bar()
     try:
-        adopted = adopt(str(model), **options)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
         tokenizer = _tokenizer_of(str(model))
     except OSError as error:  # which transformers raises for whatever cannot be found
         raise ValueError(f"model must be a folder or a name on the hub, got {model}: {error}") from error
+    if healing is None or not isinstance(loaded, Adopted):
+        adopt(loaded, **options)
+    elif options:
+        raise ValueError(f"{next(iter(options))} must be left out for a model that is adopted already")
+    if healing is not None:
+        from tra.hub.healing import heal  # needs accelerate
+
+        heal(loaded, tokenizer, healing)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with written_aside(folder) as aside:
-            adopted.save_pretrained(aside)
+            loaded.save_pretrained(aside)
             if tokenizer is not None:
                 tokenizer.save_pretrained(aside)
     except (OSError, SafetensorError) as error:
@@ -233,6 +246,8 @@ def attach(model: Any) -> None:
             like = next(parameter for parameter in module.parameters())
             gates = TraGates(config.hidden_size, config.num_attention_heads, options)
             setattr(module, NAME, gates.to(device=like.device, dtype=model.dtype))
+            if not like.is_meta:  # and not still to be loaded: they are never drawn again
+                gates._is_hf_initialized = True  # type: ignore[assignment]
         scale = rotary_scale(model, module) if module.layer_idx in without_positions else None
         hook = functools.partial(before_attention, options=options, rotary_scale=scale)
         module.tra_handles = [module.register_forward_pre_hook(hook, with_kwargs=True)]
@@ -254,7 +269,7 @@ def rotary_scale(model: nn.Module, attention: Any) -> float:
     return 1.0
 
 
-class AdoptedConfig:
+class AdoptedConfig(NeverCopied):
     """What configs of adopted models have in common, in front of the config of the original."""
 
     original: type
@@ -285,12 +300,8 @@ class AdoptedConfig:
         Path(save_directory, f"{MODULE}.py").write_text(leads_to(__name__, names))
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: to save a model never copies the code of this package beside it."""
 
-
-class Adopted:
+class Adopted(NeverCopied):
     """What adopted models have in common, in front of the class of the original."""
 
     original: type
@@ -314,10 +325,6 @@ class Adopted:
                 f"unadopt it first, got {attn_implementation!r}"
             )
         return NAME
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: to save a model never copies the code of this package beside it."""
 
 
 def classes_for(config: type) -> dict[str, type]:

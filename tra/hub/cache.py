@@ -29,8 +29,6 @@ class TraLayer(CacheLayerMixin):
         self.made_for = made_for
         self.segments: Tensor | None = None
         """The packed document of each token ``[B, L]``, in the first layer only; None if there is one."""
-        self.device: torch.device | None = None
-        """Where it belongs, while it is elsewhere."""
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -88,16 +86,6 @@ class TraLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(self.stored.batch).repeat_interleave(repeats))
-
-    def offload(self) -> None:
-        if self.keys is not None and self.keys.device.type != "cpu":
-            self.device = self.keys.device
-            self.stored.move("cpu")
-
-    def prefetch(self) -> None:
-        if self.device is not None:
-            self.stored.move(self.device)
-            self.device = None
 
 
 class TraStaticLayer(TraLayer):

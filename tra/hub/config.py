@@ -76,7 +76,15 @@ AUTO_MAP = {
 """What a config tells tools that know nothing of this package but its files."""
 
 
-class TraConfig(transformers.PreTrainedConfig):
+class NeverCopied:
+    """To save a model never copies the code of this package beside it: a file leads here."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing."""
+
+
+class TraConfig(NeverCopied, transformers.PreTrainedConfig):
     """Everything that determines a model: a DecoderConfig in the words of transformers, and the special tokens.
 
     Where Llama has a name for something, so does this. ``attention_bias`` is Llama's, biases in all four projections or
@@ -176,10 +184,6 @@ class TraConfig(transformers.PreTrainedConfig):
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             Path(save_directory, f"{MODULE}.py").write_text(leads_to("tra.hub", "*"))
         super().save_pretrained(save_directory, *args, **kwargs)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: to save a model never copies the code of this package beside it."""
 
 
 OWN = [name for name in TraConfig.__annotations__ if name != "model_type"]

@@ -24,7 +24,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from tra.attention.naming import find_mechanisms
 from tra.distributed import current
 from tra.hub.cache import TraCache, TraLayer, TraStaticLayer, prepare_cache
-from tra.hub.config import UNDERSTOOD, TraConfig, refuse_unknown
+from tra.hub.config import UNDERSTOOD, NeverCopied, TraConfig, refuse_unknown
 from tra.hub.packing import FLATTENED, positioned_segments, told_segments
 from tra.lookup import lookup
 from tra.model import Block, Decoder, initialise
@@ -36,7 +36,7 @@ EARLIER_NAMES = {r"^decoder\.head\.": "lm_head."}
 which transformers adds by itself."""
 
 
-class TraPreTrainedModel(transformers.PreTrainedModel):
+class TraPreTrainedModel(NeverCopied, transformers.PreTrainedModel):
     """A decoder inside a transformers model."""
 
     config: TraConfig
@@ -75,10 +75,6 @@ class TraPreTrainedModel(transformers.PreTrainedModel):
             entry for entry in model._weight_conversions if not set(entry.source_patterns) & EARLIER_NAMES.keys()
         ]
         return loaded
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: to save a model never copies the code of this package beside it."""
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -328,23 +324,21 @@ def documents(
     their positions start again.
     """
     batch, new = embedded.shape[:2]
+    fixed = isinstance(layer, TraStaticLayer)
+    unknown = fixed and torch.compiler.is_compiling()  # how many tokens the cache holds
+    cached = 0 if layer is None or unknown else int(layer.get_seq_length())
     told = told_segments(batch, new, embedded.device, arguments)
-    if isinstance(layer, TraStaticLayer):
-        if told is None and position_ids is not None and not torch.compiler.is_compiling():
-            cached = int(layer.get_seq_length())
-            masked = None if key_mask is None else key_mask[:, cached : cached + new]
-            told = positioned_segments(position_ids, masked, batch, new, goes_on=cached > 0)
+    if told is not None and cached and not fixed:
+        raise ValueError("past_key_values must hold no tokens where cu_seq_lens_q or seq_idx divides a row")
+    if told is None and position_ids is not None and not unknown:
+        masked = None if key_mask is None else key_mask[:, cached : cached + new]
+        told = positioned_segments(position_ids, masked, batch, new, goes_on=cached > 0)
+    if fixed:
         if told is not None:
             raise ValueError(
                 "past_key_values must not be a StaticCache for packed documents: it holds one for each row"
             )
         return None
-    cached = 0 if layer is None else layer.get_seq_length()
-    if told is not None and cached:
-        raise ValueError("past_key_values must hold no tokens where cu_seq_lens_q or seq_idx divides a row")
-    if told is None and position_ids is not None:
-        masked = None if key_mask is None else key_mask[:, cached:]
-        told = positioned_segments(position_ids, masked, batch, new, goes_on=cached > 0)
     before = None if layer is None else layer.segments
     if not cached or (told is None and before is None):
         return told

@@ -71,7 +71,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     if not any(name.startswith(BODY) for name in stored):
         raise ValueError(
             f"init_from must hold a decoder of this package, got a model of type {kind!r} in {folder}; an adopted "
-            "model is trained with transformers"
+            "model is trained with tra adopt MODEL FOLDER --heal TEXT, or with transformers"
         )
     return {_own_name(name): tensor for name, tensor in stored.items()}
 
