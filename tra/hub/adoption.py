@@ -23,6 +23,7 @@ from tra.files import written_aside
 from tra.hub.adapters import tell_peft
 from tra.hub.adopted_attention import NAME, Options, TraGates, before_attention
 from tra.hub.config import MODULE, NeverCopied, leads_to
+from tra.hub.modeling import mark_as_drawn
 
 if TYPE_CHECKING:
     from tra.hub.healing import Healing
@@ -247,7 +248,7 @@ def attach(model: Any) -> None:
             gates = TraGates(config.hidden_size, config.num_attention_heads, options)
             setattr(module, NAME, gates.to(device=like.device, dtype=model.dtype))
             if not like.is_meta:  # and not still to be loaded: they are never drawn again
-                gates._is_hf_initialized = True  # type: ignore[assignment]
+                mark_as_drawn(gates)
         scale = rotary_scale(model, module) if module.layer_idx in without_positions else None
         hook = functools.partial(before_attention, options=options, rotary_scale=scale)
         module.tra_handles = [module.register_forward_pre_hook(hook, with_kwargs=True)]
