@@ -86,7 +86,7 @@ def test_gpus_are_examined_and_verdicts_kept(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(triton, "VERSION", triton.OLDEST)
     monkeypatch.setattr(triton, "INSTALLED", True)
     findings = list(doctor.gpu_kernels())
-    assert len(examined) == len(kept) == 2 * 3 * len(trust.KINDS)
+    assert len(examined) == len(kept) == 2 * 3 * len(trust.ALL_KINDS)
     assert {finding.result for finding in found(findings, "GPU 0 kernels")} == {"ok"}
     assert {finding.detail for finding in found(findings, "GPU 1 kernels")} == {"decode: out is off by 9.0e-01"}
     monkeypatch.setattr(triton, "INSTALLED", False)

@@ -3,7 +3,6 @@
 import runpy
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,8 +63,7 @@ def test_rounds_are_those_of_the_kernels() -> None:
     )
     options = Options(1.0, 0.0, 0.0, 0.0, 1e-7, None)
     for length in (4_096, 16_384, 131_072):
-        call = SimpleNamespace(rows=length, keys=length)
-        assert estimate["rounds"](length) == launch._rounds(call, options)
+        assert estimate["rounds"](length) == launch.rounds_of(length, length, options)
 
 
 def test_rates_are_those_of_the_white_papers() -> None:

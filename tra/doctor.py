@@ -79,7 +79,7 @@ def gpu_kernels() -> Iterator[Finding]:
             yield Finding("GPU kernels", "missing", f"impl 'triton' {triton.missing()}")
             continue
         for dtype in triton.TYPES:
-            verdicts = [trust.store(device, trust.examine(device, dtype, kind)) for kind in trust.KINDS]
+            verdicts = [trust.store(device, trust.examine(device, dtype, kind)) for kind in trust.ALL_KINDS]
             yield _told(f"GPU {number} kernels", dtype, verdicts)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,20 @@ import pytest
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.backends.compiler import GPUTarget, Language
+from triton.compiler import ASTSource, make_backend
 
 from tra.ops.threshold_relative.call import Inputs, Options
+from tra.ops.threshold_relative.pieces import Piece, Rows
 from tra.ops.threshold_relative.triton import kernels, launch, tiles
+from tra.ops.threshold_relative.triton.pieces import BackwardRows, ForwardRows
 
 ROOT = Path(__file__).parents[3]
 CACHE = ROOT / "build" / "gpu-check"
 CEILINGS = Path(__file__).with_name("ceilings.json")
 DOCUMENT = ROOT / "docs" / "gpu.md"
 BEGIN, END = f"<!-- compiled with Triton {triton.__version__} -->", "<!-- end of what was compiled -->"
+triton.knobs.compilation.disable_line_info = True  # a quarter of the time, and no instruction
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 POINTERS = {
@@ -77,6 +81,11 @@ PROCESSORS = {
     "gfx942": Processor("mfma", "v_mfma_f32_{shape}_{type}", 64 << 10, 64 << 10, 32),
 }
 NAMES = {"bfloat16": "bf16", "float16": "f16"}
+TWINS = {"sm_80": "sm_86", "sm_89": "sm_86"}
+"""Processors for which Triton writes the text that it writes for another, up to the name: only the assembler is run for
+them. That the texts are the same is checked wherever COMPARED holds."""
+COMPARED = ("bfloat16", 64)
+"""Dtype and width, of every kernel."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +121,14 @@ class Compiled:
 
 MOST_CHOICES = 3
 """Tiles that a kernel has to choose from."""
-WALKING = ("forward", "decode_part", "join_parts", "backward_query", "backward_key")
+WALKING = ("forward", "decode_part", "join_parts", "backward_query", "backward_key", "resume_query", "piece_key")
 """The others take no time that counts."""
+WIDEST_OF_A_TILE = (("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 128), ("float32", 256))
+SIMPLER = (("float32", 64), ("float16", 64))
+"""Dtypes and widths that need no more than others: float32 has the tiles of width 128, float16 those of bfloat16 and
+its instructions under another name. They are compiled for a processor of each maker."""
+SIMPLER_ON = ("sm_86", "gfx942")
+PIECES = ("resume_query", "piece_key")
 LARGE = ("backward_query", "backward_key")
 """They have the most in shared memory."""
 
@@ -179,15 +194,36 @@ def launches(family: str, dtype: torch.dtype, width: int, everything: bool = Fal
     return found
 
 
+def launches_in_pieces(family: str, dtype: torch.dtype, width: int, everything: bool = False) -> list[Launch]:
+    """What one piece of the keys launches, forward and backward, with masks; with everything: documents, and a
+    threshold for each row through which gradients pass. Dropout is refused."""
+    with recorded(family) as found:
+        length = 256
+        query, key, value = torch.ones(3, 1, 4, length, width, dtype=dtype).unbind(0)
+        limits = torch.zeros(query.shape[:3]) if everything else None
+        inputs = Inputs(query, key[:, :2], value[:, :2], -torch.ones(query.shape[:3]), None, None, None, limits, None)
+        options = Options(width**-0.5, 0.0, 0.5 * everything, 0.0, 1e-7, width**0.5)
+        documents = torch.zeros(1, length, dtype=torch.int32) if everything else None
+        rows = Rows(inputs, options, 0, length, segments=documents, starts=documents)
+        piece = Piece(inputs.key, inputs.value, 0, segment_ids=documents)
+        forward = ForwardRows(rows, training=True)
+        forward.visit(piece)
+        BackwardRows(rows, forward.result(), forward.out).visit(piece)
+    return [x for x in found if x.kernel.__name__ in ("forward", "resume_query", "piece_key")]
+
+
 def described(launched: Launch) -> list[str]:
     """What a kernel does besides its plain walk, and how many stages it has if not two."""
     given = launched.arguments
+    # Forward packs in its first rounds; between pieces every round does, and always with a mask.
+    piece = launched.kernel.__name__ in PIECES or (given.get("RESUMES") and given["HAS_MASK"] and not given["DROPOUT"])
     words = {
+        "pieces": piece,
         "decoding": given.get("DECODES"),
-        "packed": given.get("RESUMES"),
+        "packed": given.get("RESUMES") and not piece,
         "packing": given.get("PACKS") and not given["RESUMES"],
         "careful": given.get("CAREFUL") and not given.get("DECODES"),
-        "everything": given.get("DROPOUT"),
+        "everything": given.get("DROPOUT") or (piece and given["LEARNS"]),
         "stretches": given.get("SEVERAL") and "ADDS" in given,
         f"{launched.options.get('num_stages', 2)} stages": launched.options.get("num_stages", 2) != 2,
     }
@@ -197,35 +233,64 @@ def described(launched: Launch) -> list[str]:
 def compile_launch(launched: Launch, target: str, dtype: str, width: int, variant: str) -> Compiled:
     signature, constants, attributes = signature_of(launched)
     processor, keys = PROCESSORS[target], launched.arguments.get("N", 0)
-    what = (launched.kernel.cache_key, target, signature, constants, attributes, launched.options)
-    digest = hashlib.sha256(repr((triton.__version__, *what)).encode()).hexdigest()
-    stored = CACHE / f"{digest}.json"
+    stored = digest_of(launched, target)
     if stored.exists():
         # Some kernels are the same for every dtype.
         return replace(Compiled(**json.loads(stored.read_text())), dtype=dtype, width=width, variant=variant)
-    place = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+    place = gpu_target(target)
     source = ASTSource(launched.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=place, options=launched.options)
     warps = launched.options.get("num_warps", 4)
-    if target.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
-        registers, stack = _number(r"\.vgpr_count:\s*(\d+)", text), _number(r"\.vgpr_spill_count:\s*(\d+)", text)
-        copies = 0
+    twin = TWINS.get(target)
+    if twin is not None:
+        first = compile_launch(launched, twin, dtype, width, variant)
+        text = digest_of(launched, twin).with_suffix(".ptx").read_text().replace(f".target {twin}", f".target {target}")
+        if (dtype, width) == COMPARED and "everything" not in variant:
+            own = triton.compile(source, target=place, options=launched.options).asm["ptx"]
+            assert own == text, f"{first.name} has another text for {target}: take it out of TWINS"
+        registers, stack = _usage(assemble(text, place, launched.options))
+        shared, copies = first.shared, first.copies
     else:
-        text = compiled.asm["ptx"]
-        registers, stack = _usage(compiled.asm["cubin"])
-        copies = len(re.findall(r"cp\.async\.c[ag]", text))
+        compiled = triton.compile(source, target=place, options=launched.options)
+        shared = compiled.metadata.shared
+        if place.backend == "hip":
+            text, copies = compiled.asm["amdgcn"], 0
+            registers, stack = _number(r"\.vgpr_count:\s*(\d+)", text), _number(r"\.vgpr_spill_count:\s*(\d+)", text)
+        else:
+            text = compiled.asm["ptx"]
+            registers, stack = _usage(compiled.asm["cubin"])
+            copies = len(re.findall(r"cp\.async\.c[ag]", text))
+        if target in TWINS.values():
+            CACHE.mkdir(parents=True, exist_ok=True)
+            stored.with_suffix(".ptx").write_text(text)
     result = Compiled(
         *(target, launched.kernel.__name__, dtype, width, variant),
         "x".join(str(launched.arguments[name]) for name in ("M", "N") if name in launched.arguments)
         + f", {warps} warps",
-        *(registers, stack, compiled.metadata.shared),
-        _occupancy(processor, target, registers, compiled.metadata.shared, warps),
+        *(registers, stack, shared),
+        _occupancy(processor, target, registers, shared, warps),
         *(has_instruction(text, target, dtype, width, keys), copies),
     )
     CACHE.mkdir(parents=True, exist_ok=True)
     stored.write_text(json.dumps(asdict(result)))
     return result
+
+
+def digest_of(launched: Launch, target: str) -> Path:
+    """Where the result is kept."""
+    what = (launched.kernel.cache_key, target, *signature_of(launched), launched.options)
+    digest = hashlib.sha256(repr((triton.__version__, *what)).encode()).hexdigest()
+    return CACHE / f"{digest}.json"
+
+
+def gpu_target(target: str) -> GPUTarget:
+    return GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+
+
+def assemble(text: str, place: GPUTarget, options: dict[str, int]) -> bytes:
+    """What Triton's last stage makes of a text."""
+    backend, stages = make_backend(place), {}
+    backend.add_stages(stages, backend.parse_options(options), Language.TRITON)
+    return stages["cubin"](text, {})
 
 
 def instruction(target: str, dtype: str, width: int, keys: int) -> str:
@@ -297,13 +362,13 @@ def wanted(fast: bool) -> Iterator[tuple[str, str, int, str]]:
         yield from (("sm_80", "bfloat16", 64, ""), ("sm_90", "bfloat16", 64, ""), ("sm_86", "float32", 256, ""))
         return
     for target in PROCESSORS:
-        yield target, "bfloat16", 64, ""
-        for dtype in ("bfloat16", "float32"):
-            for width in (64, 128, 256):
-                yield target, dtype, width, ""
-                yield target, dtype, width, "everything"
-        yield target, "float16", 64, ""
+        for dtype, width in (*WIDEST_OF_A_TILE, *(SIMPLER if target in SIMPLER_ON else ())):
+            for variant in ("",) if dtype == "float16" else ("", "everything"):
+                yield target, dtype, width, variant
         yield target, "bfloat16", 64, "careful"
+        for dtype, width in (("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 256)):
+            yield target, dtype, width, "pieces"
+        yield target, "bfloat16", 64, "pieces everything"
 
 
 def compile_all(fast: bool, only: str = "") -> Iterator[Compiled]:
@@ -314,13 +379,17 @@ def compile_all(fast: bool, only: str = "") -> Iterator[Compiled]:
         if any(word not in ("*", mine) for word, mine in zip(only.split(), given, strict=False)):
             continue
         family = PROCESSORS[target].family
-        for choice in range(1 if fast else MOST_CHOICES):
-            for launched in launches(family, getattr(torch, dtype), width, variant == "everything", choice):
+        everything = "everything" in variant
+        for choice in range(1 if fast or "pieces" in variant else MOST_CHOICES):
+            record = launches_in_pieces if "pieces" in variant else partial(launches, choice=choice)
+            for launched in record(family, getattr(torch, dtype), width, everything):
                 walks, words = launched.kernel.__name__ in WALKING, described(launched)
                 name = (launched.kernel.__name__, target, dtype, width, *words)
                 if fast and dtype == "float32" and launched.kernel.__name__ not in LARGE:
                     continue
                 elsewhere = ("careful" in words) != (variant == "careful") if walks else variant == "careful"
+                elsewhere &= "pieces" not in variant  # both are launched for each piece, and compiled where plain is
+                elsewhere |= "pieces" in variant and "careful" in words and (dtype, width) != COMPARED
                 if elsewhere or name in seen:
                     continue
                 seen.add(name)
@@ -352,7 +421,7 @@ def complaints(results: list[Compiled], stack: dict[str, int]) -> list[str]:
 
 def table(results: list[Compiled]) -> str:
     """Markdown, a line for each kernel, width and dtype, processors side by side. Variants are not shown."""
-    shown = ("", "decoding", "packed", "everything")
+    shown = ("", "decoding", "packed", "everything", "pieces")
     results = [x for x in results if x.variant in shown and x.kernel in WALKING and x.dtype != "float16"]
     targets = list(dict.fromkeys(result.target for result in results))
     lines = [

@@ -78,7 +78,8 @@ if triton.INSTALLED and triton.INTERPRETED:
 @pytest.fixture(autouse=True)
 def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fresh memory holds NaN or nonsense where kernels are tested, so that an output that is never written shows."""
-    if request.path.name not in ("test_cpu.py", "test_straight_through.py", "test_triton.py", "test_trust.py"):
+    poisoned = ("test_cpu.py", "test_straight_through.py", "test_triton.py", "test_triton_pieces.py", "test_trust.py")
+    if request.path.name not in poisoned:
         yield
         return
     torch.use_deterministic_algorithms(True)
@@ -93,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="needs Triton: pip install --no-deps triton")
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if item.path.name in ("test_triton.py", "test_trust.py") or (
+        if item.path.name in ("test_triton.py", "test_triton_pieces.py", "test_trust.py") or (
             parameters and "triton" in parameters.params.values()
         ):
             item.add_marker(skip)

@@ -254,7 +254,7 @@ def test_what_cannot_be_walked_in_pieces_is_an_error() -> None:
     with pytest.raises(ValueError, match="value must have the"):
         Piece(sequence.inputs.key, sequence.inputs.value[:, :, 1:], 0)
     with pytest.raises(ValueError, match="impl must be"):
-        Walk(rows, impl="triton")
+        Walk(rows, impl="fast")
 
 
 def test_pieces_wait_until_a_span_is_whole() -> None:

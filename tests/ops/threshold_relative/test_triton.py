@@ -238,14 +238,14 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(launch, "FIRST_ROUND", 16)
     monkeypatch.setattr(launch, "GROWTH", 2)
     monkeypatch.setattr(launch, "MOST_ROWS", 16)
-    pack, rows = launch._pack, []
+    pack, rows = launch.pack, []
 
     def counted(*arguments: Any) -> Tensor:
         order = pack(*arguments)
         rows.append(int((order >= 0).sum()))
         return order
 
-    monkeypatch.setattr(launch, "_pack", counted)
+    monkeypatch.setattr(launch, "pack", counted)
     return rows
 
 

@@ -28,7 +28,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiles, "keys_per_block", lambda *_: 16)
     for name, number in (("NEAR_KEYS", 16), ("PART_KEYS", 32)):
         monkeypatch.setattr(launch, name, number)
-    for name, number in (("LENGTH", 40), ("CACHED", 90), ("ROOM", 30), ("WIDTH", 16)):
+    for name, number in (("LENGTH", 40), ("CUT", 16), ("CACHED", 90), ("ROOM", 30), ("WIDTH", 16)):
         monkeypatch.setattr(trust, name, number)
     monkeypatch.setattr(trust, "_verdicts", {})
     monkeypatch.setattr(trust, "_place", lambda device: tmp_path / "cache" / "verdicts.json")
@@ -44,7 +44,7 @@ class Wrong:
         return lambda **given: self.kernel[grid](**given | {"scale": given["scale"] * 1.01})
 
 
-@pytest.mark.parametrize("kind", ["forward", "decode", "backward", "straight_through"])
+@pytest.mark.parametrize("kind", ["forward", "decode", "backward", "straight_through", "pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_kernels_pass(kind: str, dtype: torch.dtype) -> None:
     from tra.ops.threshold_relative.triton import trust
@@ -61,6 +61,8 @@ def test_right_kernels_pass(kind: str, dtype: torch.dtype) -> None:
         ("decode_part", "decode", "out"),
         ("backward_query", "backward", "grad_query"),
         ("backward_key", "straight_through", "grad_(key|value)"),
+        ("resume_query", "pieces", "grad_query"),
+        ("piece_key", "pieces", "grad_(key|value)"),
     ],
 )
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, name: str, kind: str, what: str) -> None:

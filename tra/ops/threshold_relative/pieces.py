@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tra.ops.threshold_relative import cpu
+from tra.ops.threshold_relative import cpu, triton
 from tra.ops.threshold_relative import reference_pieces as reference
 from tra.ops.threshold_relative.call import Inputs, Options, Result, refuse_positive_gates
+from tra.ops.threshold_relative.implementations import choose
 from tra.ops.visibility import check_masks
 
 
@@ -145,10 +146,15 @@ class Rows:
 
 
 class PiecesInOrder:
-    """Joins pieces so that each ends where sums do: what lies between waits for the next piece."""
+    """Joins pieces so that each ends where sums do: what lies between waits for the next piece.
 
-    def __init__(self, span: int) -> None:
-        self.span = span
+    Args:
+        span: how many keys are summed at a time.
+        counts_padding: whether padding is among these.
+    """
+
+    def __init__(self, span: int, counts_padding: bool = False) -> None:
+        self.span, self.counts_padding = span, counts_padding
         self.low: int | None = None
         """All keys from here on have been handed over."""
         self._waiting: list[Piece] = []
@@ -167,7 +173,7 @@ class PiecesInOrder:
             self._waiting = []
             return whole, parts
         count = len(whole)
-        if whole.key_mask is None:
+        if whole.key_mask is None or self.counts_padding:
             begins = min(-whole.start % self.span, count)
             least = most = begins
             boundary = now = later = None
@@ -224,25 +230,25 @@ def _cut_parts(parts: list[Piece], begin: int, end: int, key_mask: Tensor | None
 
 
 def _chosen(impl: str, inputs: Inputs, options: Options) -> str:
-    reason = cpu.refusal(inputs, options)
-    if impl == "auto":
-        return "reference" if reason else "cpu"
-    if impl not in ("cpu", "reference"):
-        raise ValueError(f"impl must be 'auto', 'cpu' or 'reference' for a walk in pieces, got {impl!r}")
-    if impl == "cpu" and reason:
-        raise ValueError(f"impl 'cpu' {reason}")
-    return impl
+    chosen = choose(impl, inputs, options)
+    reason = triton.refusal_of_pieces(inputs, options) if chosen == "triton" else None
+    if reason is not None and impl == "auto":
+        return "reference"
+    if reason is not None:
+        raise ValueError(f"impl 'triton' {reason}")
+    return chosen
 
 
 class Walk:
     """Attention of rows over pieces of keys, from near to far, until they are done.
 
-    With the native kernel the result has the bits of one call of the operator, wherever the sequence is cut; with the
-    reference it is the same but for rounding. Every row is done when the piece at place 0 has been visited.
+    With the native kernel and on a GPU the result has the bits of one call of the operator, wherever the sequence is
+    cut; with the reference it is the same but for rounding. Every row is done when the piece at place 0 has been
+    visited.
 
     Args:
         rows: the queries.
-        impl: "auto", "cpu" or "reference".
+        impl: "auto", "cpu", "triton" (without dropout) or "reference".
         training: whether a :class:`BackwardWalk` follows.
 
     Example:
@@ -263,7 +269,10 @@ class Walk:
         query, value = rows.inputs.query, rows.inputs.value
         wide = torch.promote_types(query.dtype, torch.float32)
         shape = (*query.shape[:3], value.shape[3])
-        self._pieces = PiecesInOrder(_span(self.impl, query))
+        self._pieces = _pieces_in_order(self.impl, rows.inputs)
+        if self.impl == "triton":
+            self._on_device = triton.forward_rows(rows, training)
+            return
         self._out = query.new_zeros(shape)
         self._row_state = query.new_zeros(*query.shape[:3], 2, dtype=wide)
         keeps_residual = training and self.impl == "cpu" and query.dtype in cpu.RESIDUAL
@@ -282,6 +291,10 @@ class Walk:
         call, _ = self._pieces.next_call(piece)
         if call is None:
             return
+        if self.impl == "triton":
+            self._on_device.visit(call)
+            self.done = not bool(self._on_device.going.any())
+            return
         inputs, options = self.rows.of(call), self.rows.options
         place = self.rows.place(call)
         if self.impl == "reference":
@@ -298,12 +311,16 @@ class Walk:
     @property
     def unfinished(self) -> int:
         """How many rows need more keys."""
+        if self.impl == "triton":
+            return int(self._on_device.going.sum())
         done = self._reference.done if self.impl == "reference" else self._state[..., 0] != 0
         return int((~done).sum())
 
     def result(self) -> Result:
         if not self.done:
             raise ValueError(f"every row must be done, got {self.unfinished} rows that need keys before {self._low}")
+        if self.impl == "triton":
+            return self._on_device.result()
         if self.impl == "reference":
             return reference.end_of_pieces(self.rows.inputs, self._reference)
         return Result(self._out, self._row_state, self._residual if self._residual.dim() == 4 else None)
@@ -338,7 +355,10 @@ class BackwardWalk:
         self.impl = _chosen(impl, rows.inputs, rows.options)
         query, log_gate, threshold = rows.inputs.query, rows.inputs.log_gate, rows.inputs.row_threshold
         self.done = query.shape[2] == 0
-        self._pieces = PiecesInOrder(_span(self.impl, query))
+        self._pieces = _pieces_in_order(self.impl, rows.inputs)
+        if self.impl == "triton":
+            self._on_device = triton.backward_rows(rows, result, grad_out)
+            return
         wide = torch.promote_types(query.dtype, torch.float32)
         passes = threshold is not None and rows.options.straight_through > 0.0
         self._grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -360,7 +380,10 @@ class BackwardWalk:
             return
         inputs, options = self.rows.of(call), self.rows.options
         place = self.rows.place(call)
-        if self.impl == "reference":
+        if self.impl == "triton":
+            grad_key, grad_value = self._on_device.visit(call)
+            self.done = not bool(self._on_device.going.any())
+        elif self.impl == "reference":
             self._reference, grad_key, grad_value = reference.backward_piece(inputs, options, self._reference, place)
             self.done = bool(self._reference.done.all())
         else:
@@ -383,9 +406,13 @@ class BackwardWalk:
         if not self.done:
             raise ValueError("every row must be done: pieces are missing")
         inputs = self.rows.inputs
-        query, gate, threshold = self._grad_query, self._grad_gate, self._grad_threshold
-        if self.impl == "reference":
+        threshold: Tensor | None
+        if self.impl == "triton":
+            query, gate, threshold = self._on_device.gradients
+        elif self.impl == "reference":
             query, gate, threshold = self._reference.result(self.rows.options)
+        else:
+            query, gate, threshold = self._grad_query, self._grad_gate, self._grad_threshold
         if threshold is not None and inputs.row_threshold is not None and self.rows.options.straight_through > 0.0:
             threshold = threshold.to(inputs.row_threshold.dtype)
         else:
@@ -420,5 +447,7 @@ def value_center(ranges: list[tuple[Tensor, Tensor]], dropout: float = 0.0) -> T
     return (least.clamp(min=0.0) + greatest.clamp(max=0.0)).masked_fill(none, 0.0)
 
 
-def _span(impl: str, query: Tensor) -> int:
-    return cpu.piece_operators().span(query) if impl == "cpu" else 1
+def _pieces_in_order(impl: str, inputs: Inputs) -> PiecesInOrder:
+    if impl == "cpu":
+        return PiecesInOrder(cpu.piece_operators().span(inputs.query))
+    return PiecesInOrder(triton.span(inputs) if impl == "triton" else 1, counts_padding=impl == "triton")

@@ -4,12 +4,17 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tra.errors import how_to_install
 from tra.ops.threshold_relative.call import Gradients, Inputs, Options, Result
+
+if TYPE_CHECKING:
+    from tra.ops.threshold_relative.pieces import Rows
+    from tra.ops.threshold_relative.triton.pieces import BackwardRows, ForwardRows
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256
@@ -122,3 +127,34 @@ def backward_of_rows(grad_out: Tensor, inputs: Inputs, result: Result, options: 
     from tra.ops.threshold_relative.triton import launch
 
     return launch.backward(grad_out, inputs, result, options, wants_keys=False)
+
+
+def refusal_of_pieces(inputs: Inputs, options: Options) -> str | None:
+    """Why the kernels cannot take a sequence in pieces whose call they take; None if they can."""
+    if options.dropout > 0.0:
+        return "computes no dropout in pieces"
+    if inputs.query.device.type not in CHECKED:
+        return None
+    from tra.ops.threshold_relative.triton import trust
+
+    return trust.distrust(inputs.query.device, inputs.query.dtype, ("pieces",))
+
+
+def span(inputs: Inputs) -> int:
+    """Keys of a block, at whose multiples pieces are walked."""
+    from tra.ops.threshold_relative.triton import tiles
+
+    query = inputs.query
+    return tiles.keys_per_block(tiles.family(query.device), query.dtype, query.shape[3], inputs.value.shape[3])
+
+
+def forward_rows(rows: "Rows", training: bool) -> "ForwardRows":
+    from tra.ops.threshold_relative.triton.pieces import ForwardRows
+
+    return ForwardRows(rows, training)
+
+
+def backward_rows(rows: "Rows", result: Result, grad_out: Tensor) -> "BackwardRows":
+    from tra.ops.threshold_relative.triton.pieces import BackwardRows
+
+    return BackwardRows(rows, result, grad_out)

@@ -57,10 +57,10 @@ def forward(inputs: Inputs, options: Options, training: bool) -> Result:
         return Result(out, state.zero_(), None if residual is None else residual.zero_())
     with guard(query.device):
         few = decodes(inputs)
-        call = _prepare(inputs, options, look_at_values=not few)
+        call = prepare(inputs, options, look_at_values=not few)
         results = {"out_ptr": out, "residual_ptr": residual, "state_ptr": state}
-        kind = "decode" if few else "forward"
-        walk = partial(_decode, call, results) if few else partial(_walk, call, results, _rounds(call, options))
+        kind, rounds = "decode" if few else "forward", rounds_of(call.rows, call.keys, options)
+        walk = partial(_decode, call, results) if few else partial(_walk, call, results, rounds)
         tuning.run_fastest(call.kind(kind), call.choices(kind), walk)
     return Result(out, state, residual)
 
@@ -74,7 +74,7 @@ def decodes(inputs: Inputs) -> bool:
     return rows <= most and key.shape[2] > NEAR_KEYS
 
 
-def _walk(call: "_Call", results: dict[str, Any], rounds: list[int], tile: tiles.Tile) -> None:
+def _walk(call: "Call", results: dict[str, Any], rounds: list[int], tile: tiles.Tile) -> None:
     """Rounds over the keys, between which the rows that go on are packed."""
     packs, state = len(rounds) > 1, results["state_ptr"]
     size = call.rows * (call.padded_value_width + 4)
@@ -85,8 +85,8 @@ def _walk(call: "_Call", results: dict[str, Any], rounds: list[int], tile: tiles
         for lap, distance in enumerate(rounds):
             order = None
             if lap:
-                classes = _rounds_needed(state, call)[first_unit : first_unit + units]
-                order = _pack(call, classes, (lap,), tile.rows)
+                classes = rounds_needed(state, call)[first_unit : first_unit + units]
+                order = pack(call, classes, (lap,), tile.rows)
             # The first begins with the diagonal, and leaves heads with bad numbers to one that goes on to the end.
             for careful in (False,) if lap else (False, True):
                 call.launch(
@@ -122,7 +122,7 @@ def decode_rounds(blocks: int, near: int, part: int) -> list[tuple[int, int]]:
     return rounds
 
 
-def _decode(call: "_Call", results: dict[str, Any], tile: tiles.Tile) -> None:
+def _decode(call: "Call", results: dict[str, Any], tile: tiles.Tile) -> None:
     """A search for bad numbers would read the whole cache: every kernel is careful from the start."""
     near, blocks = NEAR_KEYS // call.block, PART_KEYS // call.block
     rounds = decode_rounds(triton.cdiv(call.keys, call.block), near, blocks)
@@ -163,23 +163,23 @@ def _decode(call: "_Call", results: dict[str, Any], tile: tiles.Tile) -> None:
         )
 
 
-def _rounds(call: "_Call", options: Options) -> list[int]:
+def rounds_of(rows: int, keys: int, options: Options) -> list[int]:
     """How many keys each round of forward walks; one that walks them all where rows are not packed."""
     rounds = []
-    if options.tolerance > 0.0 and min(call.rows, call.keys) >= PACKED_FROM:
+    if options.tolerance > 0.0 and min(rows, keys) >= PACKED_FROM:
         rounds = [FIRST_ROUND]
-        while rounds[-1] * GROWTH < call.keys // 2:
+        while rounds[-1] * GROWTH < keys // 2:
             rounds.append(rounds[-1] * GROWTH)
-    return [*rounds, call.keys]
+    return [*rounds, keys]
 
 
-def _rounds_needed(state: Tensor, call: "_Call") -> Tensor:
+def rounds_needed(state: Tensor, call: "Call") -> Tensor:
     """[units, rows]: in which round each row ended, or the next one; heads of a query side by side."""
     shape = (call.units, call.rows // call.queries, call.queries)
     return state[..., 1].reshape(shape).transpose(1, 2).reshape(call.units, call.rows)
 
 
-def _pack(call: "_Call", classes: Tensor, wanted: tuple[int, ...], rows: int) -> Tensor:
+def pack(call: "Call", classes: Tensor, wanted: tuple[int, ...], rows: int) -> Tensor:
     """[units, places]: rows of the classes that are wanted, each class in its own tiles of so many; -1 for none."""
     units, size = classes.shape
     places = (triton.cdiv(size, rows) + len(wanted) - 1) * rows
@@ -243,14 +243,14 @@ def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options,
     likes = (*inputs[:4], inputs.row_threshold if options.straight_through > 0.0 else None)
     if out.numel() == 0 or key.numel() == 0:
         return zero_gradients(inputs, options)
-    grad_out = _side_by_side(grad_out)
+    grad_out = side_by_side(grad_out)
     with guard(query.device):
         given = {"do_ptr": grad_out, "out_ptr": out, "residual_ptr": residual, "state_ptr": state}
-        call = _prepare(inputs, options, look_at_values=True, **given)
+        call = prepare(inputs, options, look_at_values=True, **given)
         order = None
-        rounds = len(_rounds(call, options))
+        rounds = len(rounds_of(call.rows, call.keys, options))
         if rounds > 1:
-            order = _pack(call, _rounds_needed(state, call), tuple(range(rounds)), MOST_ROWS)
+            order = pack(call, rounds_needed(state, call), tuple(range(rounds)), MOST_ROWS)
         walk = partial(_walk_again, call, order, wants_keys)
         choices = [*product(call.choices("backward_query"), call.choices("backward_key"))]
         gradients = tuning.run_fastest(call.kind("backward"), choices, walk)
@@ -259,7 +259,7 @@ def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options,
 
 
 def _walk_again(
-    call: "_Call", order: Tensor | None, wants_keys: bool, chosen: tuple[tiles.Tile, ...]
+    call: "Call", order: Tensor | None, wants_keys: bool, chosen: tuple[tiles.Tile, ...]
 ) -> tuple[Tensor | None, ...]:
     """Backward, in pieces of as many rows and heads as scratch memory holds."""
     query, key, value = (call.common[name] for name in ("q_ptr", "k_ptr", "v_ptr"))
@@ -324,7 +324,7 @@ def _walk_again(
     )
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A call as the kernels want it."""
 
     common: dict[str, Any]
@@ -365,9 +365,9 @@ class _Call(NamedTuple):
         return what, query.device, query.dtype, self.rows.bit_length(), self.keys.bit_length(), *switches
 
 
-def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backward: Any) -> _Call:
+def prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backward: Any) -> Call:
     """The call with what the prologue finds out; backward hands over its gradient and what forward left."""
-    query, key, value = (_side_by_side(x) for x in inputs[:3])
+    query, key, value = (side_by_side(x) for x in inputs[:3])
     mask = None if inputs.key_mask is None else inputs.key_mask.contiguous().view(torch.uint8)
     segments, lengths = (None if x is None else x.contiguous() for x in (inputs.segment_ids, inputs.key_lengths))
     (batch, heads, queries, width), key_heads, keys = query.shape, key.shape[1], key.shape[2]
@@ -405,9 +405,9 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
         "lengths_ptr": lengths,
         "seed_ptr": inputs.dropout_seed,
         "dirty_ptr": dirty,
-        **_strides("q", query),
-        **_strides("k", key),
-        **_strides("v", value),
+        **strides("q", query),
+        **strides("k", key),
+        **strides("v", value),
         "key_heads": key_heads,
         "group": group,
         "queries": queries,
@@ -416,7 +416,7 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
         "scale": options.scale,
         "threshold": options.threshold,
         "temperature": options.straight_through,
-        "decay_left_out": _decay_left_out(options, keys),
+        "decay_left_out": decay_left_out(options, keys),
         "drop_below": int(options.dropout * 2**32),
         "drop_scale": 1.0 / (1.0 - options.dropout),
         "N": block,
@@ -430,11 +430,11 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
         "LEARNS": options.straight_through > 0.0,
         **{"do_ptr": None, "out_ptr": None, "residual_ptr": None, "state_ptr": None},
         **backward,
-        **_strides("do", backward.get("do_ptr")),
+        **strides("do", backward.get("do_ptr")),
         "size_ptr": of_rows() if backward else None,
         "delta_ptr": of_rows() if backward else None,
     }
-    call = _Call(common, units, rows, queries, keys, block, dirty, family)
+    call = Call(common, units, rows, queries, keys, block, dirty, family)
     if first is not None:
         call.launch(kernels.look_at_masks, (triton.cdiv(keys, LOOKED_AT), batch), None, N=LOOKED_AT)
     if norms is not None or look_at_values:
@@ -450,9 +450,9 @@ def _prepare(inputs: Inputs, options: Options, *, look_at_values: bool, **backwa
         its_bound_ptr=inputs.row_bound,
         norm_ptr=norms,
         peak_ptr=peaks,
-        **_strides("gate", inputs.log_gate),
-        **_strides("threshold", inputs.row_threshold),
-        **_strides("bound", inputs.row_bound),
+        **strides("gate", inputs.log_gate),
+        **strides("threshold", inputs.row_threshold),
+        **strides("bound", inputs.row_bound),
         **dict(zip(("bound", "bound_rest", "odds", "odds_rest"), (*bound, *odds), strict=True)),
         M=looked_at,
         SIZE=looked_at,
@@ -471,7 +471,7 @@ def _odds(options: Options) -> float:
     return math.log(2.0 / tolerance) if tolerance > 0.0 else math.inf
 
 
-def _decay_left_out(options: Options, keys: int) -> float:
+def decay_left_out(options: Options, keys: int) -> float:
     """How far a row must decay before all keys that it leaves out have gradients below the tolerance together, with
     room for rounding to float32: docs/exactness.md."""
     tolerance = options.tolerance * (1.0 - options.dropout)
@@ -486,11 +486,11 @@ def _in_two(number: float) -> tuple[float, float]:
     return (high, number - high) if math.isfinite(high) else (math.inf, 0.0)
 
 
-def _strides(name: str, tensor: Tensor | None) -> dict[str, int]:
-    strides = (0, 0, 0) if tensor is None else tensor.stride()
-    return {f"{name}_batch": strides[0], f"{name}_head": strides[1], f"{name}_row": strides[2]}
+def strides(name: str, tensor: Tensor | None) -> dict[str, int]:
+    its = (0, 0, 0) if tensor is None else tensor.stride()
+    return {f"{name}_batch": its[0], f"{name}_head": its[1], f"{name}_row": its[2]}
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def side_by_side(x: Tensor) -> Tensor:
     """Components next to each other; the other strides may be any that fit."""
     return x if x.stride(3) == 1 and x.stride(2) < WIDEST_STRIDE else x.contiguous()

@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,15 @@ from tra.ops.threshold_relative.call import Inputs, Options
 from tra.version import __version__
 
 KINDS = ("forward", "decode", "backward", "straight_through")
+"""Of one call."""
+ALL_KINDS = (*KINDS, "pieces")
+"""With a walk over keys that come one piece after the other, forward and backward."""
+TRAINING = ("backward", "straight_through", "pieces")
 REPORT = "please report it with the output of `tra doctor`"
 LENGTH, CACHED, WIDTH = 150, 2300, 64
 """Of the sequence that forward and backward compute, and of the cache that decoding reads: beyond its second round."""
+CUT = 64
+"""Keys of a piece but for the nearest, a multiple of every block's."""
 ROOM = 700
 """Behind it, in a cache of fixed size."""
 FLOOR = 1e-5
@@ -69,7 +76,7 @@ def distrust(device: torch.device, dtype: torch.dtype, kinds: tuple[str, ...]) -
 
 def examine(device: torch.device, dtype: torch.dtype, kind: str) -> Verdict:
     """Let a kernel compute its problem and compare."""
-    return compare_with_reference(kind, dtype, partial(_kernels, device))
+    return compare_with_reference(kind, dtype, partial(_in_pieces if kind == "pieces" else _kernels, device))
 
 
 Compute = Callable[[Inputs, Options, Tensor, bool], dict[str, Tensor]]
@@ -86,7 +93,7 @@ def compare_with_reference(kind: str, dtype: torch.dtype, compute: Compute) -> V
         exact = _reference(_in_double(inputs), options, grad.double())
         plain = _plain(inputs, options, grad)
         try:
-            ours = compute(inputs, options, grad, kind in ("backward", "straight_through"))
+            ours = compute(inputs, options, grad, kind in TRAINING)
         except Exception as raised:  # whatever it is, the kernel cannot be used
             return Verdict(kind, name, nowhere, nowhere, f"{type(raised).__name__}: {raised}", ran=False)
     worst, allowed_error, failure = 0.0, 0.0, None
@@ -117,7 +124,11 @@ def problem(kind: str, dtype: torch.dtype) -> tuple[Inputs, Options, Tensor]:
     gate = -torch.rand(1, 4, queries, generator=numbers) * (0.02 if kind == "decode" else 1.0)
     mask = torch.rand(1, keys, generator=numbers) < 0.9
     grad = torch.randn(1, 4, queries, WIDTH, generator=numbers).to(dtype)
-    options = Options(1 / 8, 0.0, 0.5 if kind == "straight_through" else 0.0, 0.0, 1e-6, None)
+    options = Options(1 / 8, 0.0, 0.0, 0.0, 1e-6, None)
+    if kind in ("straight_through", "pieces"):
+        options = options._replace(straight_through=0.5)
+    if kind == "pieces":
+        options = options._replace(score_bound=WIDTH / 8)
     return Inputs(query, key, value, gate, mask, *[None] * 5), options, grad
 
 
@@ -134,6 +145,31 @@ def _kernels(device: torch.device, inputs: Inputs, options: Options, grad: Tenso
         gradients = launch.backward(grad.to(device), there, result, options)
         found |= {f"grad_{name}": x for name, x in gradients._asdict().items() if x is not None}
     return {name: x.cpu() for name, x in found.items()}
+
+
+def _in_pieces(device: torch.device, inputs: Inputs, options: Options, grad: Tensor, trains: bool) -> dict[str, Tensor]:
+    from tra.ops.threshold_relative.pieces import Piece, Rows
+    from tra.ops.threshold_relative.triton.pieces import BackwardRows, ForwardRows
+
+    moved: Any = (None if x is None else x.to(device) for x in inputs)
+    there = Inputs(*moved)
+    key, value, mask = there.key, there.value, there.key_mask
+    assert mask is not None
+    rows = Rows(there, options, 0, LENGTH)
+    edges = (0, CUT, 2 * CUT, LENGTH)
+    pieces = [
+        Piece(key[:, :, low:high], value[:, :, low:high], low, mask[:, low:high], mask[:, :low].sum(1))
+        for low, high in pairwise(edges)
+    ]
+    forward = ForwardRows(rows, trains)
+    for piece in reversed(pieces):
+        forward.visit(piece)
+    result = forward.result()
+    backward = BackwardRows(rows, result, grad.to(device))
+    found = [backward.visit(piece) for piece in reversed(pieces)]
+    grad_key, grad_value = (torch.cat(parts[::-1], 2) for parts in zip(*found, strict=True))
+    named = {"query": backward.grad_query, "key": grad_key, "value": grad_value, "log_gate": backward.grad_gate}
+    return {"out": result.out.cpu(), **{f"grad_{name}": x.cpu() for name, x in named.items()}}
 
 
 def _with_room(inputs: Inputs) -> Inputs:

@@ -10,6 +10,7 @@ kernel; a pointer that is None is an input that the call does not have.
 from tra.ops.threshold_relative.triton.kernels.backward import backward_key, backward_query, list_visitors
 from tra.ops.threshold_relative.triton.kernels.decode import decode_part, join_parts
 from tra.ops.threshold_relative.triton.kernels.forward import forward, pack_rows
+from tra.ops.threshold_relative.triton.kernels.pieces import piece_key, resume_query
 from tra.ops.threshold_relative.triton.kernels.prologue import look_at_keys, look_at_masks, look_at_rows
 
 __all__ = [
@@ -23,4 +24,6 @@ __all__ = [
     "look_at_masks",
     "look_at_rows",
     "pack_rows",
+    "piece_key",
+    "resume_query",
 ]
