@@ -236,7 +236,10 @@ def compile_launch(launched: Launch, target: str, dtype: str, width: int, varian
     stored = digest_of(launched, target)
     if stored.exists():
         # Some kernels are the same for every dtype.
-        return replace(Compiled(**json.loads(stored.read_text())), dtype=dtype, width=width, variant=variant)
+        known = Compiled(**json.loads(stored.read_text()))
+        warps = launched.options.get("num_warps", 4)
+        occupancy = _occupancy(processor, target, known.registers, known.shared, warps)
+        return replace(known, dtype=dtype, width=width, variant=variant, occupancy=occupancy)
     place = gpu_target(target)
     source = ASTSource(launched.kernel, signature, constants, attributes)
     warps = launched.options.get("num_warps", 4)
@@ -348,7 +351,8 @@ def _number(pattern: str, text: str) -> int:
 
 
 def _occupancy(processor: Processor, target: str, registers: int, shared: int, warps: int) -> float:
-    by_memory = processor.shared // max(shared + 1024, 1)
+    reserved = 0 if target.startswith("gfx") else 1024  # bytes that CUDA takes of each program's
+    by_memory = processor.shared // max(shared + reserved, 1)
     if target.startswith("gfx"):  # four units of 512 registers per lane, eight waves each
         by_registers = 4 * min(8, 512 // max(8, -(-registers // 8) * 8)) // warps
     else:
