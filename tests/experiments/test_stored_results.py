@@ -177,6 +177,20 @@ def test_the_summary_of_results_shows_what_is_stored() -> None:
     assert f"Of the {len(cells)} cells {measured} are measured, {learned} of them with the task learned" in page
 
 
+def test_the_page_on_hybrids_shows_what_is_stored() -> None:
+    """The rows of a key in noise that it takes from that table, and both tables of the trial on text."""
+    page = (RESULTS / "hybrid.md").read_text()
+    key, text = ((RESULTS / name / "table.md").read_text() for name in ("passkey", "trials"))
+    _, *made = rows_of(key[key.index("## passkey\n") :], "| attention |")
+    _, *shown = rows_of(page, "| attention |")
+    assert {"tra-learned", "rope+tra-learned"} < {row[0] for row in shown}
+    assert all(row in made for row in shown)
+    after = page[page.index("## Text") :]
+    assert rows_of(after, "| attention |") == rows_of(text[text.index("## Perplexity per token") :], "| attention |")
+    difference = after[after.index("Difference to") :]
+    assert rows_of(difference, "| attention |") == rows_of(text[text.index("## Difference to") :], "| attention |")
+
+
 def test_the_page_on_stick_breaking_shows_what_is_stored() -> None:
     page = (RESULTS / "stick-breaking.md").read_text()
     errors = json.loads((RESULTS / "recent" / "errors.json").read_text())
