@@ -55,7 +55,9 @@ def test_needed_keys_have_the_mean_of_their_distribution() -> None:
 
 
 def test_rounds_are_those_of_the_kernels() -> None:
-    launch = pytest.importorskip("tra.ops.threshold_relative.triton.launch")
+    pytest.importorskip("triton")
+    from tra.ops.threshold_relative.triton import launch
+
     assert (estimate["FIRST"], estimate["GROWTH"], estimate["PACKED_FROM"]) == (
         launch.FIRST_ROUND,
         launch.GROWTH,
@@ -82,7 +84,9 @@ def test_traffic_follows_the_keys_that_are_visited() -> None:
 
 
 def test_launches_of_a_million_tokens_are_those_of_the_plan() -> None:
-    launch = pytest.importorskip("tra.ops.threshold_relative.triton.launch")
+    pytest.importorskip("triton")
+    from tra.ops.threshold_relative.triton import launch
+
     found = estimate["launches"](2**20, estimate["A100"])
     plan = launch.plan_backward(16, 2**20 + 7 * 128, 2**20, 16, learns=False)
     assert found.backward == plan.launches + 8

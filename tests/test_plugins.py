@@ -179,7 +179,8 @@ def test_a_grid_in_other_processes_knows_it(plugin: str, tmp_path: Path) -> None
 
 
 def test_an_exported_folder_names_it(plugin: str, tmp_path: Path) -> None:
-    hub = pytest.importorskip("tra.hub")
+    pytest.importorskip("transformers")
+    from tra import hub
     from tra.hub.export import export
 
     export(train(build_recipe("short"), tmp_path / "run"), tmp_path / "model")
@@ -219,7 +220,9 @@ def test_a_run_without_its_plug_in_says_which_and_how_to_get_it(orphan: Path, ca
 def test_an_exported_folder_without_its_plug_in_says_so_and_imports_nothing(
     orphan: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    hub = pytest.importorskip("tra.hub")
+    pytest.importorskip("transformers")
+    from tra import hub
+
     shows(["export", str(orphan), str(tmp_path / "model"), "--plugin", "mine"], capsys)
     plugins._loaded.clear()
     del sys.modules["mine"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tra.errors import RunError
 from tra.ops.visibility import check_masks
+from tra.signatures import mismatch
 
 COLDEST = 1e-6
 """The lowest temperature but 0, which is another rule."""
@@ -20,14 +21,6 @@ COLDEST = 1e-6
 Reader = Callable[[Tensor, Tensor | None], Tensor]
 """Reads new tokens ``[B, L]`` behind those it has read before, with their mask ``[B, L]``, False for padding, or None,
 and returns the scores ``[B, vocabulary]`` of the token after the last. It remembers both."""
-
-
-def _is_whole(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 @dataclass(frozen=True)
@@ -47,18 +40,12 @@ class Sampling:
     """Sample among the most probable tokens that together have this probability."""
 
     def __post_init__(self) -> None:
-        temperature, top_p = (_is_number(x) for x in (self.temperature, self.top_p))
-        for name, right, expected in (
-            (
-                "temperature",
-                temperature and (self.temperature == 0 or COLDEST <= self.temperature < math.inf),
-                f"0 or at least {COLDEST:g}",
-            ),
-            ("top_k", _is_whole(self.top_k) and self.top_k >= 0, "a whole number of at least 0"),
-            ("top_p", top_p and 0 < self.top_p <= 1, "in (0, 1]"),
-        ):
-            if not right:
-                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        if mismatch(self.temperature, float) or not (self.temperature == 0 or self.temperature >= COLDEST):
+            raise ValueError(f"temperature must be 0 or at least {COLDEST:g}, got {self.temperature!r}")
+        if mismatch(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k must be a whole number of at least 0, got {self.top_k!r}")
+        if mismatch(self.top_p, float) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
 
     def choose(self, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A token ``[B]`` for each row of the scores ``[B, vocabulary]``, which are float32."""
@@ -121,7 +108,7 @@ def stream_tokens(
         scores = read(tokens, key_mask).float()
         check_finite(scores, length + step + 1)
         if step == 0:
-            _check_tokens(end, pad, scores.shape[1])
+            _check_ends(end, pad, scores.shape[1])
         chosen = sampling.choose(scores, generator).to(tokens.dtype)
         if fill is not None:
             chosen = chosen.where(running, fill)
@@ -138,7 +125,16 @@ def check_finite(scores: Tensor, number: int) -> None:
         raise RunError(f"the model's scores for token {number} are not finite: its weights are damaged")
 
 
-def _check_tokens(end: Collection[int], pad: int | None, vocabulary: int) -> None:
+def check_tokens(tokens: Tensor) -> None:
+    """Raise a ValueError unless these are tokens ``[B, L]``."""
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be an int32 or int64 tensor [B, L], got {kind}")
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must have the shape [B, L], got {list(tokens.shape)}")
+
+
+def _check_ends(end: Collection[int], pad: int | None, vocabulary: int) -> None:
     for token in end:
         if not 0 <= token < vocabulary:
             raise ValueError(
@@ -151,18 +147,16 @@ def _check_tokens(end: Collection[int], pad: int | None, vocabulary: int) -> Non
 def _check(
     tokens: Tensor, new: int, sampling: Sampling, key_mask: Tensor | None, end: Collection[int], pad: int | None
 ) -> None:
-    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
-        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens must be an int32 or int64 tensor [B, L], got {kind}")
-    if tokens.dim() != 2 or 0 in tokens.shape:
+    check_tokens(tokens)
+    if 0 in tokens.shape:
         raise ValueError(f"tokens must have the shape [B, L], with at least one token, got {list(tokens.shape)}")
-    if not _is_whole(new) or new < 1:
+    if mismatch(new, int) or new < 1:
         raise ValueError(f"new must be a whole number of at least 1, got {new!r}")
     if not isinstance(sampling, Sampling):
         raise ValueError(f"sampling must be a Sampling, got {sampling!r}")
-    if not isinstance(end, Collection) or not all(map(_is_whole, end)):
+    if not isinstance(end, Collection) or any(mismatch(token, int) for token in end):
         raise ValueError(f"end must be a collection of whole numbers, as [2], got {end!r}")
-    if pad is not None and (not _is_whole(pad) or pad < 0):
+    if pad is not None and (mismatch(pad, int) or pad < 0):
         raise ValueError(f"pad must be a token, a whole number of at least 0, got {pad!r}")
     check_masks(key_mask, None, tokens.shape[0], tokens.shape[1], tokens.device)
     if key_mask is not None and not bool(key_mask[:, -1].all()):

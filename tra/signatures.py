@@ -1,11 +1,12 @@
 """Options of mechanisms and tasks: which there are, as a signature says, and whether given ones are right."""
 
-import difflib
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from tra.lookup import suggestion
 
 LONGEST = 1 << 24
 """Of sequences: the kernel counts so many keys."""
@@ -60,6 +61,21 @@ def checked_options(
     return checked
 
 
+def check_types(instance: Any, what: str = "", but: Collection[str] = ()) -> None:
+    """Raise a ValueError for a field of a dataclass that is not of the type of its annotation."""
+    for name, annotation in get_type_hints(type(instance)).items():
+        if name not in but and (wrong := mismatch(getattr(instance, name), annotation)) is not None:
+            raise ValueError(f"{name}{what} must be {wrong}")
+
+
+def check_count(name: str, number: int | None, most: int) -> None:
+    """Raise a ValueError for a whole number, if there is one, that is less than 1 or more than ``most``."""
+    if number is not None and number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number:,}")
+    if number is not None and number > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {number:,}")
+
+
 def mismatch(value: Any, annotation: Any) -> str | None:
     """What a value should have been, and what it is instead; None if it is right.
 
@@ -70,7 +86,7 @@ def mismatch(value: Any, annotation: Any) -> str | None:
     choices = _choices(annotation)
     if any(_matches(value, choice) for choice in choices):
         return None
-    nearest = _hint(value, [choice for choice in map(_literal, choices) if isinstance(choice, str)])
+    nearest = suggestion(value, [choice for choice in map(_literal, choices) if isinstance(choice, str)])
     return f"{' or '.join(_expected(choice) for choice in choices)}, got {value!r}{nearest}"
 
 
@@ -78,7 +94,7 @@ def among(argument: str, names: Iterable[str], got: Any) -> str:
     """The message for a name that is not among these."""
     names = list(names)
     what = f"must be among {', '.join(names)}" if names else "must be empty: there are none"
-    return f"{argument} {what}, got {got!r}{_hint(got, names)}"
+    return f"{argument} {what}, got {got!r}{suggestion(got, names)}"
 
 
 def format_value(value: Any) -> str:
@@ -130,8 +146,3 @@ def _is_finite(value: float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # a whole number that no float holds
         return False
-
-
-def _hint(got: Any, names: list[str]) -> str:
-    near = difflib.get_close_matches(str(got), names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import BloomConfig
 from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
 
-from tra.attention.alibi import LinearBiasAttention, head_slopes
+from tra.attention.alibi import LinearBiasAttention
 
 
 def published_slopes(heads: int) -> list[float]:
@@ -22,16 +22,16 @@ def published_slopes(heads: int) -> list[float]:
 
 
 def test_slopes_of_eight_and_sixteen_heads_are_those_in_the_paper() -> None:
-    assert head_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
-    sixteen = head_slopes(16)
+    assert LinearBiasAttention.head_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    sixteen = LinearBiasAttention.head_slopes(16)
     assert sixteen[0] == pytest.approx(2**-0.5, rel=1e-15)
-    assert sixteen[1::2] == head_slopes(8)
+    assert sixteen[1::2] == LinearBiasAttention.head_slopes(8)
     assert [b / a for a, b in pairwise(sixteen)] == pytest.approx([2**-0.5] * 15, rel=1e-14)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 12, 20, 31, 32])
 def test_slopes_of_any_number_of_heads_follow_the_recursion(heads: int) -> None:
-    assert head_slopes(heads) == pytest.approx(published_slopes(heads), rel=1e-13)
+    assert LinearBiasAttention.head_slopes(heads) == pytest.approx(published_slopes(heads), rel=1e-13)
     assert_close(LinearBiasAttention(2 * heads, heads).slopes, torch.tensor(published_slopes(heads)))
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tra import Decoder, DecoderConfig
-from tra.attention import MECHANISMS, Cache, Context, ThresholdRelativeAttention
+from tra.attention import Cache, Context, ThresholdRelativeAttention
 
 
 def build() -> ThresholdRelativeAttention:
@@ -45,18 +44,5 @@ def test_a_call_leaves_the_context_as_it_was() -> None:
     attention, context = build(), Context(key_mask=torch.ones(2, 5, dtype=torch.bool))
     with torch.no_grad():
         attention(torch.zeros(2, 5, 16), context)
-    assert not context.checked
     with pytest.raises(ValueError, match=r"key_mask must have the shape \[B, Lk\] = \[2, 6\], got \[2, 5\]"):
         attention(torch.zeros(2, 6, 16), context)
-
-
-@pytest.mark.parametrize("attention", sorted(MECHANISMS))
-def test_a_decoder_checks_masks_once_for_all_its_layers(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr("tra.attention.context.check_masks", lambda *arguments: calls.append(arguments))
-    model = Decoder(DecoderConfig(vocabulary=5, layers=3, heads=2, width=16, attention=attention)).eval()
-    tokens, mask = torch.randint(5, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
-    with torch.no_grad():
-        model(tokens, cache=model.new_cache(), key_mask=mask)
-    assert len(calls) == 1
-    assert calls[0][2:4] == (2, 9)

@@ -238,19 +238,18 @@ def test_ablations_start_as_tra_does_from_the_same_seed() -> None:
 
 
 @torch.no_grad()
-def test_tolerance_and_implementation_reach_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    module = "tra.attention.threshold_relative.threshold_relative_attention"
-    monkeypatch.setattr(module, lambda query, *_, **options: seen.append(options) or query)
-    attention = MECHANISMS["tra"](16, 2, tolerance=1e-3, impl="cpu", threshold=0.25, qk_norm=False)
-    x = torch.randn(1, 5, 16)
-    attention(x)
-    attention.weights(x)
-    told = [(options["tolerance"], options["impl"], options["threshold"], options["score_bound"]) for options in seen]
-    assert told == [(1e-3, "cpu", 0.25, None), (0.0, "reference", 0.25, None)]
+def test_tolerance_threshold_and_implementation_reach_the_operator() -> None:
+    def build(**options: Any) -> Attention:
+        torch.manual_seed(0)
+        return MECHANISMS["tra"](16, 2, gate_bias=-1.0, **options).eval()
 
-
-@pytest.mark.parametrize("earlier, now", [("located", "add_positions"), ("finished", "postprocess")])
-def test_a_method_by_its_earlier_name_is_refused_instead_of_never_called(earlier: str, now: str) -> None:
-    with pytest.raises(TypeError, match=f"Mine.{earlier} must be called {now}"):
-        type("Mine", (MECHANISMS["rope"],), {earlier: lambda self, x: x})
+    x = torch.randn(1, 200, 16)
+    exact, coarse, strict = build(tolerance=0.0), build(tolerance=1.0), build(tolerance=0.0, threshold=0.25)
+    assert not torch.equal(coarse(x), exact(x))
+    assert torch.equal(coarse.weights(x), exact.weights(x)), "weights are always exact"
+    assert ((strict.weights(x) > 0) & (exact.weights(x) == 0)).sum() == 0
+    assert (strict.weights(x) > 0).sum() < (exact.weights(x) > 0).sum()
+    kernel = build(impl="cpu").double()
+    with pytest.raises(ValueError, match="impl 'cpu' computes in float32"):
+        kernel(x.double())
+    assert kernel.weights(x.double()).dtype == torch.float64, "by the reference"

@@ -274,7 +274,7 @@ def test_validation_is_on_sets_within_the_training_length_unless_told(source: Pa
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"validate_every": 0}, "validate_every must be between 1 and .*, got 0"),
+        ({"validate_every": 0}, "validate_every must be at least 1, got 0"),
         ({"validate_every": 2}, "validation must name sets to validate on: the recipe has no evaluations"),
         ({"validate_every": 2, "validation": ("idd",)}, "validation must be one of .*, got 'idd'; did you mean 'iid'"),
         ({"validate_every": 2, "validation": ("iid@x",)}, "validation must be NAME, NAME@LENGTH or .*, got 'iid@x'"),

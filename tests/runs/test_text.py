@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import tra.recipes.base
 from tests.runs.tiny import begin, finish, launched, logged, started, wait_for
 from tests.text.reading import prose, write_folder
 from tra.cli import main
@@ -73,23 +72,20 @@ def test_windows_depend_on_seed_and_step_alone(recipe: Recipe, folder: Path) -> 
     assert {tuple(row) for step in range(20) for row in batches(step).tokens.tolist()} <= windows
 
 
-def test_a_task_is_built_once_and_each_split_hashed_once(
+def test_each_split_is_read_no_more_often_than_it_must_be(
     recipe: Recipe, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[str] = []
     hashed: list[str] = []
-    build, digest = tra.recipes.base.build_task, hashlib.file_digest
+    digest = hashlib.file_digest
 
     def file_digest(file: object, kind: str) -> object:
         if Path(file.name).parent == folder:
             hashed.append(Path(file.name).name)
         return digest(file, kind)
 
-    monkeypatch.setattr(tra.recipes.base, "build_task", lambda *named: built.append(named[0]) or build(*named))
     monkeypatch.setattr(hashlib, "file_digest", file_digest)
     run = train(replace(recipe, steps=2), tmp_path / "run")
     assert len(run.results) == 2
-    assert built == ["text", "text"]  # once to check the recipe that is made here, once to train
     # Once to name the tokenizer and the tokens, and once more after each of them was made: the text must be the same.
     assert sorted(hashed) == ["train.txt"] * 3 + ["valid.txt"] * 2
     hashed.clear()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tra.attention import flex
-from tra.attention.base import Attention, Context, causal_softmax_attention, distances
+from tra.attention.base import Attention, Context, causal_softmax_attention
 
 
 class LinearBiasAttention(Attention):
@@ -18,26 +18,22 @@ class LinearBiasAttention(Attention):
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, **shared: Any) -> None:
         super().__init__(width, heads, kv_heads, **shared)
-        self.register_buffer("slopes", torch.tensor(head_slopes(heads)), persistent=False)
+        self.register_buffer("slopes", torch.tensor(self.head_slopes(heads)), persistent=False)
+
+    @staticmethod
+    def head_slopes(heads: int) -> list[float]:
+        """A geometric series from 2^(-8/heads) down to 2^-8; for other than powers of two, the authors' interpolation:
+        the series of the next lower power, then every other slope of the next higher one."""
+        lower = 2 ** math.floor(math.log2(heads))
+        slopes = [2.0 ** (-8.0 * (head + 1) / lower) for head in range(lower)]
+        return slopes + [2.0 ** (-4.0 * (2 * head + 1) / lower) for head in range(heads - lower)]
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
-        return linear_bias_attention(query, key, value, context, self.slopes, dropout=self.active_dropout(context))
+        bias, dropout = linear_bias(self.slopes), self.active_dropout(context)
+        return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias)
 
 
-def linear_bias_attention(
-    query: Tensor, key: Tensor, value: Tensor, context: Context, slopes: Tensor, *, dropout: float
-) -> Tensor:
-    """Softmax attention to the keys of all tokens, in which every step of distance costs a head its slope ``[Hq]``."""
-    if flex.suits(query, context, dropout):
-        return flex.biased_attention(query, key, value, context, lambda b, h, q, k: -slopes[h] * (q - k))
-    bias = -slopes[:, None, None] * distances(query, key)
-    return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias[None])
-
-
-def head_slopes(heads: int) -> list[float]:
-    """A geometric series from 2^(-8/heads) down to 2^-8; for other than powers of two, the authors' interpolation:
-    the series of the next lower power, then every other slope of the next higher one."""
-    lower = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * (head + 1) / lower) for head in range(lower)]
-    return slopes + [2.0 ** (-4.0 * (2 * head + 1) / lower) for head in range(heads - lower)]
+def linear_bias(slopes: Tensor) -> flex.Bias:
+    """Every step of distance costs a head its slope ``[Hq]``."""
+    return lambda b, h, q, k: -slopes[h] * (q - k)

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,6 @@ from tra.attention import flex
 from tra.attention.cache import StaticCache, WeightProbeCache
 from tra.attention.context import Context
 from tra.attention.dense import dense_mix
-
-EARLIER_NAMES = {"located": "add_positions", "finished": "postprocess"}
-"""What methods that a mechanism may override were called before."""
 
 
 class Attention(nn.Module, ABC):
@@ -46,12 +43,6 @@ class Attention(nn.Module, ABC):
 
     uses_sdpa: ClassVar[bool] = False
     """Whether PyTorch's scaled_dot_product_attention computes the rule."""
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        for earlier, now in EARLIER_NAMES.items():
-            if earlier in vars(cls):  # which nobody would call
-                raise TypeError(f"{cls.__name__}.{earlier} must be called {now}, as its base class has it now")
 
     def __init__(
         self,
@@ -151,10 +142,9 @@ class Attention(nn.Module, ABC):
             context = Context()
         if not isinstance(context, Context):
             raise ValueError(f"context must be a Context, got {type(context).__name__}")
-        if context.checked:  # by a decoder, for all its layers
-            return context
         check_stream("x", x, self.width)
-        return context.fitting(x)
+        context.check(x)
+        return context
 
     def project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the new tokens, as `attend` gets them."""
@@ -182,17 +172,26 @@ def check_stream(name: str, x: Tensor, width: int) -> None:
 
 
 def causal_softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, context: Context, *, dropout: float, bias: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: Context,
+    *,
+    dropout: float,
+    bias: Tensor | flex.Bias | None = None,
 ) -> Tensor:
     """Softmax attention through PyTorch's SDPA; exactly 0 for a query that sees no key.
 
-    ``bias``, broadcast to ``[B, Hq, Lq, Lk]``, is added to the scores.
+    ``bias`` is added to the scores: a tensor that broadcasts to ``[B, Hq, Lq, Lk]``, or a function that gives each of
+    its entries, which FlexAttention then need not hold all at once.
     """
-    context.note(query, key, 1 / math.sqrt(query.shape[3]), bias)
     queries, keys = query.shape[2], key.shape[2]
     masked = any(x is not None for x in (bias, context.key_mask, context.segment_ids, context.key_lengths(1)))
-    if masked and bias is None and flex.suits(query, context, dropout):
-        return flex.biased_attention(query, key, value, context, None)
+    if masked and not isinstance(bias, Tensor) and flex.suits(query, context, dropout):
+        return flex.biased_attention(query, key, value, context, bias)
+    if bias is not None and not isinstance(bias, Tensor):
+        bias = flex.all_biases(bias, query, key)
+    context.note(query, key, 1 / math.sqrt(query.shape[3]), bias)
     is_causal, mask = False, None
     if not masked and queries == keys:
         is_causal = True

@@ -82,11 +82,13 @@ class Cache:
         )
         if writable and not self._buffers[0].requires_grad and self._buffers[0].shape[2] >= length:
             return
-        capacity = length if not self._buffers else max(length, 2 * self._buffers[0].shape[2])
-        old = self._buffers or [tensor[:, :, :0] for tensor in like]
-        self._buffers = [tensor.new_empty(*tensor.shape[:2], capacity, *tensor.shape[3:]) for tensor in like]
-        for buffer, stored in zip(self._buffers, old, strict=True):
+        old = self._buffers
+        self._buffers = self._new_buffers(max(length, 2 * old[0].shape[2] if old else 0), like)
+        for buffer, stored in zip(self._buffers, old, strict=bool(old)):
             buffer[:, :, : self._length] = stored[:, :, : self._length]
+
+    def _new_buffers(self, capacity: int, like: tuple[Tensor, ...]) -> list[Tensor]:
+        return [tensor.new_empty(*tensor.shape[:2], capacity, *tensor.shape[3:]) for tensor in like]
 
 
 class StaticCache(Cache):

@@ -1,9 +1,11 @@
 """Caches on disk: saved to be read again, or kept in a mapped file because they exceed memory."""
 
 import json
+import math
 import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
@@ -56,23 +58,13 @@ class FileCache(Cache):
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _reserve(self, length: int, like: tuple[Tensor, ...]) -> None:
-        if self._buffers and self._buffers[0].shape[2] >= length:
-            return
-        capacity = max(length, self.capacity if not self._buffers else 2 * self._buffers[0].shape[2])
-        old = self._buffers
-        self._maps, self._buffers = [], []
-        for tensor in like:
-            self._buffers.append(self._mapped((*tensor.shape[:2], capacity, *tensor.shape[3:]), tensor.dtype))
-        for buffer, stored in zip(self._buffers, old, strict=False):
-            buffer[:, :, : self._length] = stored[:, :, : self._length]
+    def _new_buffers(self, capacity: int, like: tuple[Tensor, ...]) -> list[Tensor]:
+        capacity, self._maps = max(capacity, self.capacity), []
+        shapes = [(*tensor.shape[:2], capacity, *tensor.shape[3:]) for tensor in like]
+        return [self._mapped(shape, tensor.dtype) for shape, tensor in zip(shapes, like, strict=True)]
 
     def _mapped(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        from tempfile import TemporaryFile
-
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         try:
             with TemporaryFile(dir=self.folder) as file:  # has no name, so nothing is left behind
                 file.truncate(max(count, 1) * dtype.itemsize)
@@ -135,23 +127,19 @@ def load_cache(
             for name in sorted(stored.keys() | about.keys()):
                 if stored.get(name) != about.get(name):
                     raise RunError(f"{path} is the cache of another {name}: {stored.get(name)}, not {about.get(name)}")
-            names = set(file.keys()) - {"tokens"}
-            layers = {int(name.partition(".")[0]) for name in names}
-            if layers != set(range(len(caches))):
-                raise RunError(f"{path} is damaged: it holds layers {sorted(layers)} of {len(caches)}")
-            found = []
-            for layer in range(len(caches)):
-                count = sum(name.startswith(f"{layer}.") for name in names)
-                found.append([file.get_tensor(f"{layer}.{place}") for place in range(count)])
-            tokens = file.get_tensor("tokens") if "tokens" in set(file.keys()) else None
-    except (SafetensorError, FileNotFoundError, KeyError, ValueError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise RunError(f"there is no cache {path}") from error
+            found: list[list[Tensor]] = [[] for _ in caches]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tokens = tensors.pop("tokens", None)
+        for name in sorted(tensors, key=lambda name: [int(number) for number in name.split(".")]):
+            found[int(name.split(".")[0])].append(tensors[name])
+    except FileNotFoundError as error:
+        raise RunError(f"there is no cache {path}") from error
+    except (SafetensorError, IndexError, KeyError, ValueError) as error:
         raise RunError(f"{path} is no intact cache: {error}") from error
     lengths = {tensor.shape[2] if tensor.dim() > 2 else -1 for layer in found for tensor in layer}
-    if len(lengths) != 1 or -1 in lengths:
+    if len(lengths) != 1 or -1 in lengths or not all(found):
         raise RunError(f"{path} is damaged: its tensors have {sorted(lengths)} tokens")
     with torch.no_grad():
-        for cache, tensors in zip(caches, found, strict=True):
-            cache.append(*(tensor.to(device) for tensor in tensors))
+        for cache, layer in zip(caches, found, strict=True):
+            cache.append(*(tensor.to(device) for tensor in layer))
     return tokens

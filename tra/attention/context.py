@@ -51,16 +51,12 @@ class Context(NamedTuple):
     """Where the attention matrix ``[B, Hq, L, cached + L]`` of the call is put, if it is wanted."""
     shards: tuple[ContextParallel, Layout] | None = None
     """The processes that share these sequences, and who holds what; None if the tokens are all there are."""
-    checked: bool = False
-    """Whether `fitting` has been called. A decoder does that once, for all its layers."""
 
-    def fitting(self, x: Tensor) -> "Context":
-        """This context, once it is known to fit the new tokens ``x [B, L, width]``; a ValueError names what does not.
+    def check(self, x: Tensor) -> None:
+        """Raise a ValueError that names what does not fit the new tokens ``x [B, L, width]``.
 
         Before anything enters the cache: a wrong mask must not leave it half-filled.
         """
-        if self.checked:
-            return self
         if isinstance(self.cache, list | tuple):
             raise ValueError(f"cache must be the Cache of one layer, got a {type(self.cache).__name__}")
         if isinstance(self.cache, StaticCache):
@@ -70,7 +66,6 @@ class Context(NamedTuple):
         else:
             keys = len(self.cache or ()) + x.shape[1]
         check_masks(self.key_mask, self.segment_ids, x.shape[0], keys, x.device)
-        return self._replace(checked=True)
 
     @property
     def cached(self) -> int | Tensor:

@@ -31,8 +31,8 @@ class DifferentialAttention(RotaryAttention):
         self, width: int, heads: int, kv_heads: int | None = None, *, lambda_start: float | None = None, **shared: Any
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
-        if lambda_start is None:
-            lambda_start = lambda_at(self.layer)
+        if lambda_start is None:  # as published, by depth
+            lambda_start = 0.8 - 0.6 * math.exp(-0.3 * self.layer)
         if not 0.0 <= lambda_start < 1.0:
             raise ValueError(f"lambda_start must be in [0, 1), got {lambda_start!r}")
         self.lambda_start = lambda_start
@@ -54,8 +54,3 @@ class DifferentialAttention(RotaryAttention):
     def postprocess(self, mixed: Tensor) -> Tensor:
         normed = self.norm(mixed.to(self.norm.weight.dtype)).to(mixed.dtype)
         return normed * (1.0 - self.lambda_start)
-
-
-def lambda_at(layer: int) -> float:
-    """Lambda's starting value as published, by depth."""
-    return 0.8 - 0.6 * math.exp(-0.3 * layer)

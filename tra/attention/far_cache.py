@@ -88,15 +88,24 @@ class FarCache(Cache):
 def far_attention(
     cache: FarCache,
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     log_gate: Tensor,
     *,
     threshold: float | Tensor,
     score_bound: float,
     key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    dropout: float = 0.0,
     tolerance: float | None = None,
     impl: str = "auto",
+    straight_through: float = 0.0,
 ) -> Tensor:
-    """The operator's output for the newest tokens, whose keys and values the cache holds already."""
+    """The operator's output for new tokens, whose keys and values enter the cache. It has no gradients, so
+    ``straight_through`` changes nothing."""
+    if segment_ids is not None or dropout > 0.0:
+        raise ValueError("cache must not be a FarCache with packed documents or dropout")
+    cache.extend(key, value)
     key, value = cache.here
     length, low = len(cache), len(cache.far)
     row_threshold = threshold.expand(query.shape[:3]) if isinstance(threshold, Tensor) else None

@@ -51,7 +51,7 @@ class InterpolatedBiasAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
-        position = token_positions(query, key, context).to(self.rate.dtype)
+        position = token_positions(query.shape[2], key.shape[2], context, x.device).to(self.rate.dtype)
         longest = torch.maximum(position, (self.multiplier * self.shortest).abs())
         share = self._psi(distances(query, key).clamp(min=0)) / (self._psi(longest) + SMALL)[..., None]
         bias = self.mlp(share[..., None]).movedim(-1, -3)

@@ -19,10 +19,17 @@ from the first key."""
 
 
 def suits(query: Tensor, context: Context, dropout: float) -> bool:
-    """Whether a call goes here: prefill or training on a GPU. FlexAttention knows no dropout, and the bias of one new
-    token is small."""
+    """Whether a call goes here: prefill or training on a GPU. FlexAttention knows no dropout, leaves no terms, and the
+    bias of one new token is small."""
     fits = query.is_cuda and dropout == 0.0 and query.shape[2] > 1
-    return fits and not context.exact and context.key_lengths(1) is None
+    return fits and not context.exact and context.terms is None and context.key_lengths(1) is None
+
+
+def all_biases(bias: Bias, query: Tensor, key: Tensor) -> Tensor:
+    """The same bias in memory, broadcast to ``[B, Hq, Lq, Lk]``."""
+    sequence, head, position = (torch.arange(size, device=query.device) for size in (*query.shape[:2], key.shape[2]))
+    of_query = position[key.shape[2] - query.shape[2] :]
+    return bias(sequence[:, None, None, None], head[None, :, None, None], of_query[:, None], position)
 
 
 def biased_attention(query: Tensor, key: Tensor, value: Tensor, context: Context, bias: Bias | None) -> Tensor:

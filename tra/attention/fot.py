@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention import flex
 from tra.attention.base import Context, causal_softmax_attention
 from tra.attention.gate import GatedAttention
 
@@ -23,19 +22,12 @@ class ForgettingAttention(GatedAttention):
         key, value, log_forget = context.remember(key, value, log_forget)
         if context.key_mask is not None:
             log_forget = log_forget.masked_fill(~context.key_mask[:, None], 0.0)
-        first, dropout = key.shape[2] - query.shape[2], self.active_dropout(context)
         high, low = running_sum(log_forget)
-        if flex.suits(query, context, dropout):
-            return flex.biased_attention(
-                query,
-                key,
-                value,
-                context,
-                lambda b, h, q, k: (high[b, h, q] - high[b, h, k]) + (low[b, h, q] - low[b, h, k]),
-            )
-        bias = (high[:, :, first:, None] - high[:, :, None]) + (low[:, :, first:, None] - low[:, :, None])
-        bias = bias.to(x.dtype)
-        return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias)
+
+        def bias(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (high[b, h, q] - high[b, h, k]) + (low[b, h, q] - low[b, h, k])
+
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout(context), bias=bias)
 
 
 def running_sum(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,7 @@ class GatedAttention(Attention):
     """
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int | None = None,
-        *,
-        gate_bias: float | None = None,
-        **shared: Any,
+        self, width: int, heads: int, kv_heads: int | None = None, *, gate_bias: float | None = None, **shared: Any
     ) -> None:
         super().__init__(width, heads, kv_heads, **shared)
         self.gate = linear_gate(width, heads, gate_bias)

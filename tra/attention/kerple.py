@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tra.attention import flex
-from tra.attention.base import Attention, Context, causal_softmax_attention, distances
+from tra.attention.base import Attention, Context, causal_softmax_attention
 
 LEAST = 0.01
 """Both parameters of a head are held above this, as in the authors' code."""
@@ -23,13 +22,11 @@ class KernelBiasAttention(Attention):
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
         slope, rate = _held(self.slope), _held(self.rate)
-        dropout = self.active_dropout(context)
-        if flex.suits(query, context, dropout):
-            return flex.biased_attention(
-                query, key, value, context, lambda b, h, q, k: -slope[h] * torch.log1p(rate[h] * (q - k).clamp(min=0))
-            )
-        bias = -slope[:, None, None] * torch.log1p(rate[:, None, None] * distances(query, key).clamp(min=0))
-        return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias[None])
+
+        def bias(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return -slope[h] * torch.log1p(rate[h] * (q - k).clamp(min=0))
+
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout(context), bias=bias)
 
 
 def _held(x: Tensor) -> Tensor:

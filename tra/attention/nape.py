@@ -1,33 +1,25 @@
 """NAPE: no positions in half of the heads, ALiBi in the others (Vasylenko et al. 2025, arXiv 2506.16640)."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tra.attention.alibi import linear_bias_attention
-from tra.attention.base import Attention, Context
+from tra.attention.alibi import LinearBiasAttention
 from tra.lookup import lookup
 
 Positions = Literal["nape", "none"]
 
 
-class HalfBiasAttention(Attention):
+class HalfBiasAttention(LinearBiasAttention):
     """Softmax attention in which every step of distance costs head h of the first half 1 / h, and the others nothing.
 
     Heads are counted from 1. A single head has no positions.
     """
 
-    uses_sdpa = True
-    slopes: Tensor
-
-    def __init__(self, width: int, heads: int, kv_heads: int | None = None, **shared: Any) -> None:
-        super().__init__(width, heads, kv_heads, **shared)
-        self.register_buffer("slopes", torch.tensor(half_slopes(heads)), persistent=False)
-
-    def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        key, value = context.remember(key, value)
-        return linear_bias_attention(query, key, value, context, self.slopes, dropout=self.active_dropout(context))
+    @staticmethod
+    def head_slopes(heads: int) -> list[float]:
+        return half_slopes(heads)
 
 
 def half_slopes(heads: int, positions: Positions = "nape") -> list[float]:

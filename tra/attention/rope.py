@@ -72,7 +72,8 @@ class RotaryAttention(Attention):
         if scaling == "ntk" and part == 2:
             raise ValueError("width // heads must be more than one pair for scaling 'ntk', which slows the others down")
         self.frequency = frequencies(part, theta, scaling, factor, trained_length)
-        self.rotation_size = attention_factor(factor) if scaling == "yarn" else 1.0
+        # YaRN makes queries and keys larger: distant scores would else be too even.
+        self.rotation_size = 0.1 * math.log(factor) + 1.0 if scaling == "yarn" else 1.0
 
     def turn(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Cosine and sine that rotate the new tokens, to be asked for before these are remembered."""
@@ -111,11 +112,6 @@ def frequencies(
         slowed = ramp.clamp(0.0, 1.0)
         return frequency * (1.0 - slowed) + frequency / factor * slowed
     return frequency
-
-
-def attention_factor(factor: float) -> float:
-    """What YaRN multiplies rotated queries and keys with: distant scores would else be too even."""
-    return 0.1 * math.log(factor) + 1.0
 
 
 def rotation(start: int, stop: int, frequency: Tensor, size: float = 1.0) -> tuple[Tensor, Tensor]:

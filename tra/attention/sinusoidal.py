@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tra.attention.base import Context
 from tra.attention.nope import UnpositionedAttention
-from tra.ops.visibility import visible_keys
+from tra.attention.positions import token_positions
 
 
 class SinusoidalAttention(UnpositionedAttention):
@@ -40,8 +40,7 @@ class SinusoidalAttention(UnpositionedAttention):
         keys = context.cached + queries
         if context.key_mask is None and context.segment_ids is None:
             return x + sinusoids(context.cached, keys, width, self.theta).to(x)
-        seen = visible_keys(queries, keys, context.key_mask, context.segment_ids, x.device)[:, 0].sum(dim=-1)
-        return x + sinusoids(0, keys, width, self.theta).to(x)[(seen - 1).clamp(min=0)]
+        return x + sinusoids(0, keys, width, self.theta).to(x)[token_positions(queries, keys, context, x.device)]
 
 
 def sinusoids(start: int, stop: int, width: int, theta: float) -> Tensor:

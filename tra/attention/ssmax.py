@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tra.attention.alibi import linear_bias_attention
+from tra.attention.alibi import linear_bias
 from tra.attention.base import Attention, Context, causal_softmax_attention
 from tra.attention.nape import Positions, half_slopes, scale_last_heads
 from tra.attention.positions import log_positions
@@ -42,6 +42,5 @@ class ScalableSoftmaxAttention(Attention):
         key, value = context.remember(key, value)
         dropout = self.active_dropout(context)
         query = scale_last_heads(query, self.length_scale[:, None] * log_positions(query, key, context))
-        if self.positions == "none":
-            return causal_softmax_attention(query, key, value, context, dropout=dropout)
-        return linear_bias_attention(query, key, value, context, self.slopes, dropout=dropout)
+        bias = None if self.positions == "none" else linear_bias(self.slopes)
+        return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias)

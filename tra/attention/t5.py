@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tra.attention import flex
-from tra.attention.base import Attention, Context, causal_softmax_attention, distances
+from tra.attention.base import Attention, Context, causal_softmax_attention
 
 
 class BucketBiasAttention(Attention):
@@ -44,17 +43,12 @@ class BucketBiasAttention(Attention):
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         key, value = context.remember(key, value)
-        dropout = self.active_dropout(context)
-        if flex.suits(query, context, dropout):
-            # The bucket of every distance that there is: less work than finding it for every pair.
-            bucket = bucket_of(torch.arange(key.shape[2], device=key.device), self.buckets, self.max_distance)
-            by_distance = self.bias(bucket)
-            return flex.biased_attention(
-                query, key, value, context, lambda b, h, q, k: by_distance[(q - k).clamp(min=0), h]
-            )
-        bucket = bucket_of(distances(query, key).clamp(min=0), self.buckets, self.max_distance)
-        bias = self.bias(bucket).permute(2, 0, 1)
-        return causal_softmax_attention(query, key, value, context, dropout=dropout, bias=bias[None])
+        table, buckets, max_distance = self.bias.weight, self.buckets, self.max_distance
+
+        def bias(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return table[bucket_of((q - k).clamp(min=0), buckets, max_distance), h]
+
+        return causal_softmax_attention(query, key, value, context, dropout=self.active_dropout(context), bias=bias)
 
 
 def bucket_of(distance: Tensor, buckets: int, max_distance: int) -> Tensor:

@@ -73,7 +73,9 @@ class OperatorAttention(Attention):
                 self.remembered(*gather_keys(shards, layout, key, value), context)
             return sharded_attention(*context.shards, query, key, value, log_gate, threshold=threshold, **rule)
         if isinstance(context.cache, FarCache) and self.qk_norm:
-            return self._attend_far(context.cache, query, key, value, log_gate, threshold, context)
+            if context.terms is not None:
+                raise ValueError("cache must not be a FarCache for a look into the rule")
+            return far_attention(context.cache, query, key, value, log_gate, threshold=threshold, **rule)
         key, value, norm = self.remembered(key, value, context)
         context.note(query, key, 1 / math.sqrt(self.head_width), None, threshold, log_gate)
         if norm is not None and query.shape[2] == 1 and not context.exact:
@@ -81,30 +83,6 @@ class OperatorAttention(Attention):
         lengths = context.key_lengths(x.shape[0])  # len() would fix the batch of an exported graph
         return threshold_relative_attention(
             query, key, value, log_gate, key_lengths=lengths, threshold=threshold, **rule
-        )
-
-    def _attend_far(
-        self,
-        cache: FarCache,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_gate: Tensor,
-        threshold: float | Tensor,
-        context: Context,
-    ) -> Tensor:
-        if context.segment_ids is not None or context.terms is not None or self.active_dropout(context) > 0.0:
-            raise ValueError("cache must not be a FarCache with packed documents, dropout or a look into the rule")
-        cache.extend(key, value)
-        return far_attention(
-            cache,
-            query,
-            log_gate,
-            threshold=threshold,
-            score_bound=math.sqrt(self.head_width),
-            key_mask=context.key_mask,
-            tolerance=self.tolerance,
-            impl=self.impl,
         )
 
     def remembered(self, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -222,17 +200,8 @@ class LearnedThresholdAttention(ThresholdRelativeAttention):
         kv_heads: int | None = None,
         *,
         threshold: LearnedThreshold = "head",
-        threshold_start: float = 0.0,
         straight_through: float = 0.5,
         **shared: Any,
     ) -> None:
         lookup(dict.fromkeys(get_args(LearnedThreshold)), threshold, "threshold")
-        super().__init__(
-            width,
-            heads,
-            kv_heads,
-            threshold=threshold,
-            threshold_start=threshold_start,
-            straight_through=straight_through,
-            **shared,
-        )
+        super().__init__(width, heads, kv_heads, threshold=threshold, straight_through=straight_through, **shared)

@@ -119,7 +119,7 @@ def next_token(model: Decoder, cache: list[Cache], token: Tensor) -> Work:
 def training_step(config: DecoderConfig, batch: int, length: int, device: str = "cpu", precision: str = "no") -> Work:
     """A step of training as `tra train` takes it, on random tokens that all count."""
     torch.manual_seed(0)
-    step = TrainingStep(Decoder(config), make_accelerator(precision, device=device))
+    step = TrainingStep(Decoder(config), make_accelerator(device=device), precision=precision)
     tokens = torch.randint(config.vocabulary, (batch, length + 1))
     random = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)).to(step.accelerator.device)
     return lambda: step(random, batch * length)

@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from tra import plugins
 from tra.attention.naming import plugins_of
 from tra.errors import not_installed
 from tra.lookup import lookup
 from tra.model import DecoderConfig
-from tra.signatures import LONGEST, MOST, among, format_value, mismatch
+from tra.signatures import LONGEST, MOST, among, check_count, check_types, format_value
 from tra.tasks import Evaluation, Task, build_task
 
 try:
@@ -21,8 +21,16 @@ try:
 except ModuleNotFoundError as error:  # the first that is missed by whoever has torch alone
     raise not_installed(error) from None
 
-COUNTS = ("length", "steps", "batch", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints")
-OPTIONAL_COUNTS = ("validate_every", "patience")
+COUNTS = (
+    "steps",
+    "batch",
+    "accumulate",
+    "log_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "validate_every",
+    "patience",
+)
 VALIDATION = re.compile(r"(?P<name>[^@:]+)(@(?P<length>[0-9]{1,18})(:(?P<examples>[0-9]{1,18}))?)?")
 LONGEST_NAME = 150
 """Of a folder: file systems allow 255 bytes."""
@@ -94,33 +102,22 @@ class Recipe:
         task = self.build_task()
         object.__setattr__(self, "task_options", dict(self.task_options))
         object.__setattr__(self, "validation", tuple(self.validation))
-        for name, annotation in get_type_hints(Recipe).items():
-            wrong = mismatch(getattr(self, name), annotation) if name != "evaluations" else None
-            if wrong is not None:
-                raise ValueError(f"{name} must be {wrong}")
+        check_types(self, but=("evaluations",))
         if not all(isinstance(entry, Evaluation) for entry in self.evaluations):
             raise ValueError(f"evaluations must each be an Evaluation, got {self.evaluations!r}")
+        check_count("length", self.length, LONGEST)
         for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-            most = LONGEST if name == "length" else MOST
-            if getattr(self, name) > most:
-                raise ValueError(f"{name} must be at most {most:,}, got {getattr(self, name):,}")
-        for name in OPTIONAL_COUNTS:
-            number = getattr(self, name)
-            if number is not None and not 1 <= number <= MOST:
-                raise ValueError(f"{name} must be between 1 and {MOST:,}, got {number:,}")
+            check_count(name, getattr(self, name), MOST)
         if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(f"warmup_steps must be between 0 and the {self.steps} steps, got {self.warmup_steps}")
-        if not 0.0 <= self.decay <= 1.0:
-            raise ValueError(f"decay must be a share of the steps in [0, 1], got {self.decay!r}")
         if self.patience is not None and self.validate_every is None:
             raise ValueError(f"patience must be given with validate_every, got {self.patience} without it")
         if self.validate_every is not None:
             lookup(dict.fromkeys(task.measure.measure_names()), self.watch, "watch")
         self.validation_sets(task)
-        if not 0.0 <= self.warmup <= 1.0:
-            raise ValueError(f"warmup must be a share of the steps in [0, 1], got {self.warmup!r}")
+        for name in ("warmup", "decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be a share of the steps in [0, 1], got {getattr(self, name)!r}")
         if not 0.0 <= self.beta2 < 1.0:
             raise ValueError(f"beta2 must be in [0, 1), got {self.beta2!r}")
         if not 0.0 < self.learning_rate < float("inf"):

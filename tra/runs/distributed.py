@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, DistributedType, PartialState, is_initialized
+from accelerate.state import DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
@@ -23,20 +23,18 @@ TRACKERS = tuple(sorted(LOGGER_TYPE_TO_CLASS))
 """The names of the trackers that accelerate knows."""
 
 
-def make_accelerator(
-    precision: str = "no", folder: Path | None = None, track: Sequence[str] = (), device: str | None = None
-) -> Accelerator:
+def make_accelerator(folder: Path | None = None, track: Sequence[str] = (), device: str | None = None) -> Accelerator:
     """Accelerate's view of this process: alone, or one of those that torchrun or accelerate launch started.
 
-    Trackers write to the folder. The device is the accelerator if there is one, unless "cpu" is asked for.
+    Trackers write to the folder. The device is the accelerator if there is one, unless "cpu" is asked for. What
+    accelerate knows of precision belongs to the process, and each run has its own: the training step sees to that.
     """
     check_trackers(track)
     cpu = device == "cpu" or not torch.accelerator.is_available()
-    _forget_earlier_runs(cpu)
     sharding = _sharding() if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
     accelerator = Accelerator(
         cpu=cpu,
-        mixed_precision=precision,
+        mixed_precision="no",
         fsdp_plugin=sharding,
         log_with=list(track) or None,
         project_dir=folder,
@@ -47,14 +45,6 @@ def make_accelerator(
         accelerator.state.fsdp_plugin = sharding
         PartialState().distributed_type = DistributedType.FSDP
     return accelerator
-
-
-def _forget_earlier_runs(cpu: bool) -> None:
-    """Accelerate's states are singletons whose instances share one dictionary, which remembers a process's first run.
-    Another recipe may want another precision, and the process group of a finished run is gone."""
-    if is_initialized():
-        vars(AcceleratorState()).clear()
-    vars(PartialState(cpu=cpu)).clear()
 
 
 def check_sharing(count: int, processes: int) -> None:
@@ -86,12 +76,12 @@ def shared_prompt(model: Decoder, count: int) -> Iterator[bool]:
     if count == 1:
         yield True
         return
-    with process_group() as first:
+    with process_group() as is_first:
         processes = PartialState().num_processes
         if processes != count:
             raise ValueError(f"context_parallel must be the number of processes, {processes}, got {count}")
         with context_parallel(share_sequences(model, model.embedding.weight.device, count, processes)):
-            yield first
+            yield is_first
 
 
 @contextmanager

@@ -193,14 +193,8 @@ def _predict(model: Decoder, batch: Batch) -> Prediction:
     cache, size = None, TOKENS_PER_PIECE
     if inputs.shape[1] > TOKENS_PER_PIECE:
         cache, size = model.new_cache(), min(TOKENS_PER_PIECE, max(64, SCORES_PER_PIECE // inputs.numel()))
-    right, loss = [], []
-    for piece, target in zip(*(split_tokens(x, size) for x in (inputs, targets)), strict=True):
-        found = _judged(model(piece, cache=cache), target)
-        right.append(found[0])
-        loss.append(found[1])
-    lost = torch.cat(loss, dim=1).masked_fill(~counted, 0.0)
-    # To the CPU, for sums in float64, which some devices have not.
-    return Prediction(torch.cat(right, dim=1).cpu(), lost.cpu(), counted.cpu())
+    pieces = zip(*(split_tokens(x, size) for x in (inputs, targets)), strict=True)
+    return _joined((_judged(model(piece, cache=cache), target) for piece, target in pieces), counted)
 
 
 def _predict_shard(model: Decoder, batch: Batch, shards: ContextParallel) -> Prediction:
@@ -210,9 +204,13 @@ def _predict_shard(model: Decoder, batch: Batch, shards: ContextParallel) -> Pre
     with context_parallel(shards):
         hidden = model.hidden(inputs)
     pieces = zip(hidden.split(TOKENS_PER_PIECE, dim=1), targets.split(TOKENS_PER_PIECE, dim=1), strict=True)
-    right, loss = zip(*(_judged(model.head(piece), target) for piece, target in pieces), strict=True)
-    lost = torch.cat(loss, dim=1).masked_fill(~counted, 0.0)
-    return Prediction(torch.cat(right, dim=1).cpu(), lost.cpu(), counted.cpu())
+    return _joined((_judged(model.head(piece), target) for piece, target in pieces), counted)
+
+
+def _joined(pieces: Iterable[tuple[Tensor, Tensor]], counted: Tensor) -> Prediction:
+    """The predictions of a batch, on the CPU for sums in float64, which some devices have not."""
+    right, loss = (torch.cat(each, dim=1) for each in zip(*pieces, strict=True))
+    return Prediction(right.cpu(), loss.masked_fill(~counted, 0.0).cpu(), counted.cpu())
 
 
 def _judged(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

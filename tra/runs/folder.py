@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from tra import plugins
-from tra.environment import best_device, environment, environment_of_run
+from tra.environment import Environment, best_device, environment, environment_of_run
 from tra.errors import RunError
 from tra.files import read_json, read_text, remove_partial, write_json, write_text
 from tra.lookup import lookup
@@ -22,7 +22,6 @@ from tra.model import Decoder
 from tra.recipes import Recipe
 from tra.runs.checkpoint import Checkpoint, Checkpoints, fitting
 from tra.runs.log import Log, log_entries
-from tra.runs.schedule import learning_rate
 from tra.runs.validation import BEFORE, Watched, watch
 from tra.tasks import ReadsText, Result, Task
 
@@ -57,7 +56,7 @@ class Measured:
 
     step: int
     task_version: int
-    environment: dict[str, Any]
+    environment: Environment
     results: list[Result]
 
 
@@ -203,9 +202,7 @@ class Run:
 
     def _last_common(self, recipe: Recipe) -> int:
         """The newest checkpoint whose steps were taken as the longer recipe takes them."""
-        common = 0
-        while common < self.recipe.steps and _same_rate(self.recipe, recipe, common):
-            common += 1
+        common = min(self.recipe.stable_steps, recipe.stable_steps)
         steps = self.checkpoints.steps()
         if steps and min(steps) > common:
             raise ValueError(
@@ -285,11 +282,11 @@ class Run:
         needed = plugins.versions(self.recipe.plugins)
         write_json(path, [*earlier, {"from_step": step, **environment_of_run(needed)}])
 
-    def log(self, first: int, active: bool = True) -> Log:
-        """The log of metrics, for a run that goes on after step ``first``; an inactive one writes nothing."""
-        return Log(self.folder / METRICS, first, active, self.checkpoints.describe_last)
+    def log(self, steps_done: int, active: bool = True) -> Log:
+        """The log of metrics, for a run that goes on after so many steps; an inactive one writes nothing."""
+        return Log(self.folder / METRICS, steps_done, active, self.checkpoints.describe_last)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[dict[str, float]]:
         """What was logged: a dict for each line, with step, loss, norm of the gradient, learning rate, tokens per
         second and, where the run validated, every measure of validation."""
         return [entry for _, entry in log_entries(self.folder / METRICS)]
@@ -298,7 +295,7 @@ class Run:
         """Steps that have been logged so far."""
         try:
             last = self.metrics()[-1:]
-            return last[0]["step"] if last else 0
+            return int(last[0]["step"]) if last else 0
         except (OSError, RunError):
             return 0
 
@@ -342,12 +339,9 @@ class Run:
         """What the measure that is watched says, up to a step."""
         recipe = self.recipe
         higher = recipe.watch != "loss" and self.task.measure.higher_is_better
-        values = [
-            (entry["step"], entry[BEFORE + recipe.watch]) for entry in self.metrics() if BEFORE + recipe.watch in entry
-        ]
-        return watch(
-            [(step, value) for step, value in values if until is None or step <= until], higher, recipe.patience
-        )
+        name, most = BEFORE + recipe.watch, math.inf if until is None else until
+        values = [(int(x["step"]), x[name]) for x in self.metrics() if name in x and x["step"] <= most]
+        return watch(values, higher, recipe.patience)
 
     def failure(self) -> str | None:
         """Why the last attempt failed, if it did."""
@@ -401,7 +395,3 @@ def load_run(folder: Path | str) -> Run:
     run = find_run(folder)
     _ = run.recipe
     return run
-
-
-def _same_rate(one: Recipe, other: Recipe, step: int) -> bool:
-    return learning_rate(one, step) == learning_rate(other, step)

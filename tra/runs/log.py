@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from tra.errors import RunError
 from tra.files import opened, write_text
@@ -14,14 +13,14 @@ from tra.files import opened, write_text
 class Log:
     """What a run writes to. Lines after the step that it resumes from are taken out: it will write them again."""
 
-    def __init__(self, path: Path, first: int, active: bool, describe_last: Callable[[], str]) -> None:
+    def __init__(self, path: Path, steps_done: int, active: bool, describe_last: Callable[[], str]) -> None:
         self.path, self.active, self.describe_last = path, active, describe_last
         if active:
             kept = ""
             # A damaged line after the step is of no matter: it will be written again, too.
-            for line, entry in log_entries(path) if first > 0 else ():
-                kept += line if entry["step"] <= first else ""
-                if entry["step"] >= first:
+            for line, entry in log_entries(path) if steps_done > 0 else ():
+                kept += line if entry["step"] <= steps_done else ""
+                if entry["step"] >= steps_done:
                     break
             if not path.exists() or path.read_bytes() != kept.encode():
                 write_text(path, kept)
@@ -48,7 +47,7 @@ class Log:
             self.file.close()
 
 
-def log_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def log_entries(path: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """Each whole line of a log, and what it says. A RunError names one that is damaged."""
     if not path.exists():
         return

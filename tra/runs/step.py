@@ -22,6 +22,7 @@ class TrainingStep:
         weight_decay: AdamW's.
         clip: largest norm of the gradient.
         accumulate: pieces into which a batch is divided, to save memory.
+        precision: "bf16" computes under autocast.
         shards: the processes that share each sequence; by default each has whole ones.
     """
 
@@ -35,9 +36,11 @@ class TrainingStep:
         weight_decay: float = 0.01,
         clip: float = 1.0,
         accumulate: int = 1,
+        precision: str = "no",
         shards: ContextParallel | None = None,
     ) -> None:
         self.accelerator, self.clip, self.accumulate, self.shards = accelerator, clip, accumulate, shards
+        self.lowers_precision = precision == "bf16"
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=(0.9, beta2), weight_decay=weight_decay, fused=True
         )
@@ -62,7 +65,7 @@ class TrainingStep:
         for piece in range(self.accumulate):
             last = piece == self.accumulate - 1
             with nullcontext() if last else accelerator.no_sync(self.model):
-                with accelerator.autocast():
+                with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=self.lowers_precision):
                     summed = summed_loss(self.model, batch[piece * rows : (piece + 1) * rows], self.shards)
                 # Processes average their gradients; divided so, the average is that of one process with the batch.
                 accelerator.backward(summed * (accelerator.num_processes / counted))

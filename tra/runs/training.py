@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -68,7 +68,7 @@ def train(
         2
     """
     run, task = Run(folder), recipe.build_task()
-    accelerator = make_accelerator(recipe.precision, run.folder, track)
+    accelerator = make_accelerator(run.folder, track)
     _check_division(recipe, accelerator, context_parallel)
     writes = accelerator.is_main_process
     if writes:
@@ -126,6 +126,7 @@ class _Trainer:
             weight_decay=recipe.weight_decay,
             clip=recipe.clip,
             accumulate=recipe.accumulate,
+            precision=recipe.precision,
             shards=self.shards,
         )
         self.batch_of_step = training_batches(recipe, task)
@@ -144,8 +145,7 @@ class _Trainer:
             whole = Decoder(recipe.model)
             whole.load_state_dict(last.tensors("model"))
             return whole.to(accelerator.device)
-        # Without the autocast that mixed precision wraps around forward: what is returned is what is saved.
-        return accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        return self.model
 
     def _take_steps(self, steps_done: int, track: Sequence[str]) -> None:
         """Those that are left, until patience ends."""
@@ -202,8 +202,7 @@ class _Trainer:
         return count
 
     def _validate(self, done: int) -> dict[str, float]:
-        """Every measure of the validation sets, of a copy of the model: what mixed precision and sharding wrap around
-        the original stays as it is."""
+        """Every measure of the validation sets, of a copy of the model: of a sharded one this process has a part."""
         recipe = self.recipe
         if self.validated is None:
             self.validated = Decoder(recipe.model).to(self.accelerator.device)
@@ -289,9 +288,9 @@ class _Speed:
         return speed
 
 
-def _flat(nested: dict[str, Any], before: str = "") -> dict[str, Any]:
+def _flat(nested: Mapping[str, object], before: str = "") -> dict[str, float | str]:
     """A recipe as trackers want it: names with dots, and what is neither number nor text written out."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, float | str] = {}
     for name, value in nested.items():
         if isinstance(value, dict):
             flat |= _flat(value, f"{before}{name}.")

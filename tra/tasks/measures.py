@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 import torch
 from torch import Tensor
 
-from tra.signatures import LONGEST, MOST, mismatch
+from tra.signatures import LONGEST, MOST, check_types, mismatch
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,9 @@ class Evaluation:
     """Of a text: how far windows move on; by default they lie side by side."""
 
     def __post_init__(self) -> None:
-        for name, annotation in get_type_hints(Evaluation).items():
-            value = getattr(self, name)
-            wrong = mismatch(value, annotation)
-            if wrong is not None:
-                raise ValueError(f"{name} of an evaluation must be {wrong}")
-            most = LONGEST if name == "length" else MOST
-            if isinstance(value, int) and value > most:
+        check_types(self, " of an evaluation")
+        for name, most in (("length", LONGEST), ("examples", MOST), ("stride", MOST)):
+            if (value := getattr(self, name)) is not None and value > most:
                 raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
 
 

@@ -117,29 +117,22 @@ def _load(folder: Path) -> tuple[dict[str, Operators], str | None]:
             torch.ops.load_library(file)
         except OSError as error:
             return {}, f"cannot be loaded ({error}): reinstall threshold-relative-attention"
-        found[name] = define(name, lambda: RESIDUAL)
-        if not _answers(found[name]):
-            return {}, OTHER_SOURCES
-        PIECES[name] = define_pieces(name)
-        if not _has_pieces(PIECES[name]):
+        found[name], PIECES[name] = define(name, lambda: RESIDUAL), define_pieces(name)
+        if not _answers(found[name], PIECES[name]):
             return {}, OTHER_SOURCES
     return found, None if found else NOT_BUILT
 
 
-def _answers(found: Operators) -> bool:
-    """Whether a library has a kernel for the operator, and one of this package's schema."""
+def _answers(found: Operators, pieces: PieceOperators) -> bool:
+    """Whether a library has the kernels, and kernels of this package's schemas."""
     one, gate = torch.ones(1, 1, 1, 1, device="cpu", dtype=torch.float32), torch.zeros(1, 1, 1, device="cpu")
     call = Inputs(one, one, one, gate, *[None] * 5)
     try:
-        return found.forward(*call, *Options(1.0, 0.0, 0.0, 0.0, 0.0, None), False)[0].shape == one.shape
+        return (
+            found.forward(*call, *Options(1.0, 0.0, 0.0, 0.0, 0.0, None), False)[0].shape == one.shape
+            and pieces.span(one) > 0
+        )
     except RuntimeError:  # NotImplementedError is one
-        return False
-
-
-def _has_pieces(pieces: PieceOperators) -> bool:
-    try:
-        return pieces.span(torch.ones(1, device="cpu")) > 0
-    except RuntimeError:
         return False
 
 
