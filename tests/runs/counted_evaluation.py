@@ -21,6 +21,8 @@ def main(folder: str, place: str) -> None:
         return predict(*arguments)
 
     evaluation._predict = counted
+    with process_group():  # as a run before would
+        pass
     with process_group():
         rank = torch.distributed.get_rank()
         results = evaluate(Run(folder))

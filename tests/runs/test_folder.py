@@ -368,16 +368,3 @@ def test_a_recipe_that_asks_for_too_much_is_named(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(TINY.to_json().replace('"layers": 2', '"layers": 300000'))
     with pytest.raises(ValueError, match=r"recipe\.json .*: layers must be at most 10,000, got 300,000"):
         load_run(tmp_path)
-
-
-def test_a_task_is_built_once_for_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, original = [], Recipe.build_task
-
-    def build_task(recipe: Recipe) -> FlipFlop:
-        built.append(recipe)
-        return original(recipe)
-
-    monkeypatch.setattr(Recipe, "build_task", build_task)
-    run = train(MEASURED, tmp_path / "run")
-    assert len(run.results) == 2
-    assert len(built) == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -31,6 +32,7 @@ def make_accelerator(folder: Path | None = None, track: Sequence[str] = (), devi
     """
     check_trackers(track)
     cpu = device == "cpu" or not torch.accelerator.is_available()
+    _join(cpu)
     sharding = _sharding() if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
     accelerator = Accelerator(
         cpu=cpu,
@@ -45,6 +47,14 @@ def make_accelerator(folder: Path | None = None, track: Sequence[str] = (), devi
         accelerator.state.fsdp_plugin = sharding
         PartialState().distributed_type = DistributedType.FSDP
     return accelerator
+
+
+def _join(cpu: bool) -> PartialState:
+    """This process among those that were started with it. Accelerate joins them once, and leaves when a run ends."""
+    state = PartialState(cpu=cpu)
+    if state.num_processes > 1 and not dist.is_initialized():
+        dist.init_process_group(state.backend)
+    return state
 
 
 def check_sharing(count: int, processes: int) -> None:
@@ -88,7 +98,7 @@ def shared_prompt(model: Decoder, count: int) -> Iterator[bool]:
 def process_group() -> Iterator[bool]:
     """Join the other processes where torchrun or accelerate launch started several; whether this is the first of them,
     the one that speaks and writes."""
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    state = _join(cpu=not torch.accelerator.is_available())
     try:
         with nullcontext() if state.is_main_process else hidden():
             yield state.is_main_process
