@@ -1,12 +1,12 @@
 """How a run is spread over processes and devices, and who else is told how it goes: all through accelerate."""
 
+import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -32,7 +32,6 @@ def make_accelerator(folder: Path | None = None, track: Sequence[str] = (), devi
     """
     check_trackers(track)
     cpu = device == "cpu" or not torch.accelerator.is_available()
-    _join(cpu)
     sharding = _sharding() if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
     accelerator = Accelerator(
         cpu=cpu,
@@ -46,15 +45,9 @@ def make_accelerator(folder: Path | None = None, track: Sequence[str] = (), devi
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding
         PartialState().distributed_type = DistributedType.FSDP
+    if accelerator.num_processes > 1:
+        atexit.register(accelerator.state.destroy_process_group)
     return accelerator
-
-
-def _join(cpu: bool) -> PartialState:
-    """This process among those that were started with it. Accelerate joins them once, and leaves when a run ends."""
-    state = PartialState(cpu=cpu)
-    if state.num_processes > 1 and not dist.is_initialized():
-        dist.init_process_group(state.backend)
-    return state
 
 
 def check_sharing(count: int, processes: int) -> None:
@@ -98,7 +91,7 @@ def shared_prompt(model: Decoder, count: int) -> Iterator[bool]:
 def process_group() -> Iterator[bool]:
     """Join the other processes where torchrun or accelerate launch started several; whether this is the first of them,
     the one that speaks and writes."""
-    state = _join(cpu=not torch.accelerator.is_available())
+    state = PartialState(cpu=not torch.accelerator.is_available())
     try:
         with nullcontext() if state.is_main_process else hidden():
             yield state.is_main_process

@@ -86,7 +86,8 @@ def train(
                 if writes:
                     run.store_results(trainer.steps_saved, task, results)
                 accelerator.log(as_metrics(results, "evaluation/"), step=trainer.steps_saved)
-            accelerator.end_training()
+            for tracker in accelerator.trackers:  # the processes stay together: another run may follow
+                tracker.finish()
     # Known already, in every process; nothing need be loaded.
     run.recipe, run.task, run.model, run.step = recipe, task, model.eval(), trainer.steps_saved
     return run
