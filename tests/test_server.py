@@ -333,6 +333,13 @@ def test_what_is_not_there_is_an_error_in_the_same_form(url: str) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, None)
 
 
+def test_transformers_own_server_knows_its_own_classes_only(folder: Path) -> None:
+    """Why there is this server: the day that this fails, `transformers serve` may do."""
+    serving = pytest.importorskip("transformers.cli.serving.model_manager")
+    with pytest.raises(AttributeError, match="transformers has no attribute TraForCausalLM"):
+        serving.ModelManager(device="cpu", trust_remote_code=True).load_model_and_processor(f"{folder}@main")
+
+
 def test_a_long_body_is_refused_before_it_is_read(complete: Any, url: str) -> None:
     with pytest.raises(openai.APIStatusError, match=f"a request must have at most {BYTES} bytes") as error:
         complete("x" * BYTES)

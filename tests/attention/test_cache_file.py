@@ -43,18 +43,15 @@ def test_the_cache_of_something_else_is_refused_by_name(model: Decoder, tmp_path
     with torch.no_grad():
         model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
     model.save_cache(path, cache, tokenizer="mine")
-    others = {
-        "another config": (Decoder(replace(CONFIG, attention_options={"threshold": 0.5})), "mine"),
-        "another weights": (Decoder(CONFIG), "mine"),
-        "another dtype": (model, "mine"),
-        "another tokenizer: mine, not yours": (model, "yours"),
-    }
-    for message, (other, tokenizer) in others.items():
-        if message == "another dtype":
-            other = Decoder(CONFIG)
-            other.load_state_dict(model.state_dict())
-            other = other.bfloat16()
-        with pytest.raises(RunError, match=message if message != "another dtype" else "another (dtype|weights)"):
+    half = Decoder(CONFIG)
+    half.load_state_dict(model.state_dict())
+    for message, other, tokenizer in (
+        ("another config", Decoder(replace(CONFIG, attention_options={"threshold": 0.5})), "mine"),
+        ("another weights", Decoder(CONFIG), "mine"),
+        ("another dtype: torch.float32, not torch.bfloat16", half.bfloat16(), "mine"),
+        ("another tokenizer: mine, not yours", model, "yours"),
+    ):
+        with pytest.raises(RunError, match=message):
             other.load_cache(path, tokenizer=tokenizer)
     filled = model.new_cache()
     with torch.no_grad():

@@ -46,6 +46,11 @@ def test_a_saved_cache_goes_on_where_the_text_ended(exported: Path, tmp_path: Pa
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
     wrong = ["generate", str(other), "--prompt", " and", "--json", "--cache", str(file)]
     assert "is the cache of another weights" in fails(wrong, capsys, 1)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "is the cache of another tokenizer" in fails(wrong, capsys, 1)
     file.write_bytes(file.read_bytes()[:100])
     wrong[1] = str(exported)
     assert "is no intact cache" in fails(wrong, capsys, 1)

@@ -2,18 +2,40 @@
 
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.distributed.processes import finish, run, start
+from tests.distributed.threads import in_threads
+from tra.distributed import ContextParallel
+from tra.distributed.attention import sharded_attention
 from tra.distributed.processes import Layout
 from tra.ops import threshold_relative_attention
 
-CASES = ("plain", "documents", "padding", "bf16", "learned", "norms", "spread")
+CASES = (
+    "plain",
+    "documents",
+    "edges",
+    "padding",
+    "bf16",
+    "learned",
+    "heads",
+    "norms",
+    "spread",
+    "loose",
+    "short",
+    "empty",
+    "damaged",
+    "exact",
+)
+EDGES = ([0, 700], [0, 350, 700], [0, 192, 384, 700], [0, 13, 200, 640, 700], [0, 1, 2, 3, 700])
+"""Of shards: with ends where sums of the kernel end, and of a single token."""
 
 
 def tensors(case: str, length: int = 700) -> dict[str, Tensor]:
@@ -28,64 +50,123 @@ def tensors(case: str, length: int = 700) -> dict[str, Tensor]:
         "log_gate": -torch.rand(2, 4, length, generator=rng),
         "grad": torch.randn(2, 4, length, 16, generator=rng).to(dtype),
     }
+    found["log_gate"][1, :2] -= 1.0  # the first key head of the second sequence is done before the others
     if case == "documents":
         found["segment_ids"] = (torch.arange(length)[None] // torch.tensor([[97], [210]])).long() * 2**33
-    if case == "padding":
+    if case == "edges":  # documents that end where shards do
+        found["segment_ids"] = torch.stack([torch.arange(length) // 350, torch.arange(length) // 192])
+    if case in ("padding", "dropout"):
         found["key_mask"] = torch.rand(2, length, generator=rng) < 0.7
-    if case == "learned":
+        found["key_mask"][1, :400] = False  # whole shards
+    if case in ("learned", "bf16"):
         found["threshold"] = torch.randn(2, 4, length, generator=rng) * 0.3
+    if case == "heads":
+        found["threshold"] = torch.tensor([[-0.5], [0.3], [0.0], [1.0]])
+    if case == "short":  # all rows end in their own shard
+        found["key"] = found["query"][:, ::2].clone()
+        found["query"] = found["key"].repeat_interleave(2, dim=1)
+        found["log_gate"] -= 90.0
+    if case == "empty":
+        found["threshold"] = torch.where(torch.rand(2, 4, length, generator=rng) < 0.5, 30.0, 0.0)
+    if case == "damaged":
+        for name, where, number in (
+            ("key", (0, 0, 170), torch.nan),
+            ("value", (1, 1, 300), torch.inf),
+            ("query", (0, 3, 650), torch.nan),
+            ("value", (0, 0, 699), torch.nan),
+        ):
+            found[name][(*where, 2)] = number
+        found["log_gate"][1, 0, 345] = -torch.inf
     return found
 
 
 def options(case: str) -> dict[str, float]:
-    bound = {} if case in ("norms", "spread") else {"score_bound": 20.0}
-    return {"straight_through": 0.5 if case in ("plain", "learned", "padding") else 0.0, **bound}
+    bound = {} if case in ("norms", "spread") else {"score_bound": 30.0 if case == "loose" else 19.0}
+    soft = 0.5 if case in ("plain", "learned", "padding", "bf16", "heads", "short", "empty", "damaged") else 0.0
+    rest = {"dropout": {"dropout": 0.3}, "exact": {"tolerance": 0.0}}.get(case, {})
+    return {"straight_through": soft, **bound, **rest}
 
 
-PROGRAM = """
-from safetensors.torch import load_file, save_file
-from tests.distributed.test_context_parallel import options
-from tra.distributed import ContextParallel
-from tra.distributed.attention import sharded_attention
-shards = ContextParallel(timeout=200, chunk=40)
-edges = [int(edge) for edge in sys.argv[5].split(",")]
-for case in sys.argv[4].split(","):
-    whole = load_file(folder / f"{case}.safetensors")
-    mine = {name: x[:, edges[rank]:edges[rank + 1]] if x.dim() == 2 else x[:, :, edges[rank]:edges[rank + 1]]
-            for name, x in whole.items()}
+def on_shard(shards: ContextParallel, case: str, edges: list[int]) -> dict[str, Tensor]:
+    """The output of this process's rows and its gradients."""
+    own = slice(edges[shards.rank], edges[shards.rank + 1])
+    mine = {
+        name: x if x.shape[-1] == 1 else x[:, own] if x.dim() == 2 else x[:, :, own]
+        for name, x in tensors(case).items()
+    }
     grad, mask, ids = mine.pop("grad"), mine.pop("key_mask", None), mine.pop("segment_ids", None)
     leaves = {name: x.clone().requires_grad_() for name, x in mine.items()}
     layout = shards.layout(leaves["log_gate"].transpose(1, 2), mask, ids)
     out = sharded_attention(shards, layout, **leaves, **options(case))
     out.backward(grad)
-    save_file({"out": out.detach().contiguous(), **{n: x.grad.contiguous() for n, x in leaves.items()}},
-              folder / f"{case}-{rank}.safetensors")
-print(shards.traffic.bytes, shards.traffic.rounds)
+    return {"out": out.detach(), **{name: x.grad for name, x in leaves.items() if x.grad is not None}}
+
+
+def check(case: str, edges: list[int], parts: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    """The parts of all processes against what one call found."""
+    for name, whole in expected.items():
+        found = [part[name] for part in parts]
+        joined = torch.stack(found).sum(0) if whole.dim() == 2 else torch.cat(found, 2)
+        tolerance = 0.0
+        # Sums over rows of several processes; where scores may span too much, all keys are walked at once.
+        if name in ("key", "value") or whole.dim() == 2 or (case in ("spread", "loose") and name != "out"):
+            tolerance = {"bf16": 2e-2, "spread": 1e-4, "loose": 1e-4}.get(case, 1e-5)
+        near = {"rtol": tolerance, "atol": tolerance * (50 if whole.dim() == 2 else 0.5)}
+        assert_close(joined, whole, **near, equal_nan=True, msg=lambda said, name=name: f"{edges} {name}: {said}")
+
+
+def of_one_call(case: str) -> dict[str, Tensor]:
+    given = tensors(case)
+    grad, masks = given.pop("grad"), {n: given.pop(n) for n in ("key_mask", "segment_ids") if n in given}
+    leaves = {name: x.requires_grad_() for name, x in given.items()}
+    torch.manual_seed(1)  # of dropout
+    out = threshold_relative_attention(**leaves, **masks, **options(case))
+    out.backward(grad)
+    return {"out": out.detach(), **{name: x.grad for name, x in leaves.items() if x.grad is not None}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_have_the_bits_of_one_call(case: str) -> None:
+    expected = of_one_call(case)
+    assert expected["out"].isnan().any() == (case == "damaged")
+    for edges in EDGES:
+        torch.manual_seed(1)
+        check(case, edges, in_threads(len(edges) - 1, 40, partial(on_shard, case=case, edges=edges)), expected)
+
+
+def test_heads_that_are_done_ask_for_no_more_keys() -> None:
+    gates = -torch.tensor([90.0, 1e-4]).view(1, 2, 1).expand(1, 2, 200)
+
+    def sent(shards: ContextParallel) -> int:
+        query = torch.ones(1, 2, 200, 8)
+        sharded_attention(shards, shards.layout(query[:, 0]), query, query, query, gates, score_bound=9.0)
+        return shards.traffic.bytes
+
+    assert in_threads(2, 16, sent)[0] == (2 * 16 + (200 - 16)) * 16 * 4  # keys of both heads, then of one
+
+
+PROGRAM = """
+from safetensors.torch import save_file
+from tests.distributed.test_context_parallel import EDGES, PROCESSES, on_shard
+from tra.distributed import ContextParallel
+for case, number in PROCESSES:
+    size = len(EDGES[number]) - 1
+    group = dist.new_group(list(range(size)))
+    if rank < size:
+        torch.manual_seed(1)
+        found = on_shard(ContextParallel(group, timeout=200, chunk=100), case, EDGES[number])
+        save_file({name: x.contiguous() for name, x in found.items()}, folder / f"{case}-{number}-{rank}.safetensors")
 dist.barrier()
 """
+PROCESSES = [("plain", 0), ("padding", 1), ("bf16", 2), ("learned", 3), ("dropout", 3), ("norms", 3), ("spread", 1)]
+"""Which case over which edges: 1, 2, 3 and 4 processes."""
 
 
-@pytest.mark.parametrize("edges", [[0, 700], [0, 350, 700], [0, 13, 200, 640, 700]], ids=["1", "2", "4"])
-def test_forward_has_the_bits_of_one_process(tmp_path: Path, edges: list[int]) -> None:
-    for case in CASES:
-        save_file({name: x.contiguous() for name, x in tensors(case).items()}, tmp_path / f"{case}.safetensors")
-    run(PROGRAM, len(edges) - 1, tmp_path, ",".join(CASES), ",".join(map(str, edges)))
-    for case in CASES:
-        given = tensors(case)
-        grad, masks = given.pop("grad"), {n: given.pop(n) for n in ("key_mask", "segment_ids") if n in given}
-        leaves = {name: x.requires_grad_() for name, x in given.items()}
-        out = threshold_relative_attention(**leaves, **masks, **options(case))
-        out.backward(grad)
-        parts = [load_file(tmp_path / f"{case}-{rank}.safetensors") for rank in range(len(edges) - 1)]
-        found = {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
-        assert torch.equal(found["out"], out), case
-        for name, leaf in leaves.items():
-            assert leaf.grad is not None
-            # Keys and values get sums over rows of several processes; "spread" walks all keys at once.
-            if name not in ("key", "value") and case != "spread":
-                assert torch.equal(found[name], leaf.grad), (case, name)
-            tolerance = {"bf16": 2e-2, "spread": 1e-4}.get(case, 1e-5)
-            torch.testing.assert_close(found[name], leaf.grad, rtol=tolerance, atol=tolerance * 0.5)
+def test_processes_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    run(PROGRAM, 4, tmp_path)
+    for case, number in PROCESSES:
+        parts = [load_file(tmp_path / f"{case}-{number}-{rank}.safetensors") for rank in range(len(EDGES[number]) - 1)]
+        check(case, EDGES[number], parts, of_one_call(case))
 
 
 def test_a_document_that_begins_in_the_shard_asks_nobody() -> None:
@@ -149,14 +230,22 @@ with context_parallel(shards):
     for layer in cache:
         layer.append(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))
     print(message(lambda: tra(torch.zeros(1, 3, dtype=torch.long), cache=cache)))
+from contextlib import nullcontext
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel as by_pytorch
-query = torch.zeros(1, 2, 64, 16)
-try:
-    with by_pytorch(init_device_mesh("cpu", (2,)), buffers=[query], buffer_seq_dims=[2]):
-        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-except NotImplementedError as error:
-    print(type(error).__name__)
+from torch.distributed.tensor.experimental import context_parallel as by_pytorch, implicit_replication
+from torch.nn.attention import SDPBackend, sdpa_kernel
+rng = torch.Generator().manual_seed(0)
+query = torch.randn(1, 2, 64, 16, generator=rng)
+attention = torch.nn.functional.scaled_dot_product_attention
+whole = attention(query, query, query, is_causal=True)
+for kernel, tensors in ((nullcontext(), nullcontext()), (sdpa_kernel(SDPBackend.MATH), nullcontext()),
+                        (sdpa_kernel(SDPBackend.MATH), implicit_replication())):
+    mine, place = query.clone(), torch.arange(64)
+    try:
+        with by_pytorch(init_device_mesh("cpu", (2,)), buffers=[mine, place], buffer_seq_dims=[2, 0]), kernel, tensors:
+            print(torch.allclose(attention(mine, mine, mine, is_causal=True), whole[:, :, place], atol=0.1))
+    except (NotImplementedError, RuntimeError) as error:
+        print(type(error).__name__)
 dist.barrier()
 """
 
@@ -172,7 +261,9 @@ def test_wrong_shards_are_refused_in_every_process(tmp_path: Path) -> None:
         assert "RotaryAttention" in lines[5]
         assert "on CUDA only" in lines[5]
         assert "cache must be empty for sequences that processes share, it holds 1 tokens" in lines[6]
-        assert lines[7] == "NotImplementedError"  # a PyTorch that serves this could serve the baselines on the CPU
+        # A PyTorch that serves one of these on the CPU could serve the baselines there: by its own choice of kernel, by
+        # matrix products, and by those with tensors taken for replicas, where it gives wrong numbers.
+        assert lines[7:] == ["NotImplementedError", "RuntimeError", "False"]
 
 
 def test_without_a_process_group_it_says_so() -> None:

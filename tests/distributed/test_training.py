@@ -5,10 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.runs.test_distributed import FSDP, assert_same_run
 from tests.runs.tiny import TINY, begin, launched
+from tra.model import Decoder
 from tra.runs import train
+from tra.runs.distributed import share_sequences
 
 MODEL = replace(TINY.model, dropout=0.0, attention="tra-learned")
 RECIPE = replace(TINY, model=MODEL, length=64, steps=8, evaluations=(), keep_checkpoints=3)
@@ -42,3 +45,10 @@ def test_a_number_that_does_not_divide_the_processes_is_refused(tmp_path: Path) 
     with pytest.raises(ValueError, match="context_parallel must divide the number of processes, 1, got 2"):
         train(RECIPE, tmp_path / "run", context_parallel=2)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_mechanism_on_pytorchs_attention_is_refused_by_name() -> None:
+    """What PyTorch does with it is in test_wrong_shards_are_refused_in_every_process."""
+    model = Decoder(replace(MODEL, attention="rope"))
+    with pytest.raises(ValueError, match=r"must be 1 for rope: RotaryAttention .* works on CUDA only"):
+        share_sequences(model, torch.device("cpu"), 2, 2)

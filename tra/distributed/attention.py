@@ -5,7 +5,6 @@ depends on its gate: mostly one neighbour. Nobody sends what nobody asks for.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from tra.ops.threshold_relative.pieces import BackwardWalk, Piece, Rows, Walk, v
 
 SAFE_SPREAD = 40.0
 """kSafeSpread of plan.h: rows whose scores may span more need all their keys at once."""
+BOUND_SLACK = 1.01
+"""By how much computed scores may pass their bounds, and more: kBoundSlack and kTypeSlack there."""
 
 
 def sharded_attention(
@@ -45,20 +46,21 @@ def sharded_attention(
     scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
     rows = query.shape[:3]
     row_threshold = threshold.expand(rows) if isinstance(threshold, Tensor) else None
-    row_bound = None
-    if score_bound is None:
-        row_bound = _row_bounds(shards, layout, query, key, scale)
-        least = torch.as_tensor(threshold, dtype=torch.float64)
-        spread = row_bound - torch.maximum(-row_bound, least)
-        here = torch.tensor([bool((spread * 1.01 <= SAFE_SPREAD).all())]).byte()
+    found = _row_bounds(shards, layout, query, key, scale) if score_bound is None else score_bound
+    bound = torch.as_tensor(found, dtype=torch.float64)
+    if score_bound is None or not 2.0 * BOUND_SLACK * score_bound <= SAFE_SPREAD:
+        spread = bound - torch.maximum(-bound, torch.as_tensor(threshold, dtype=torch.float64))
+        here = torch.tensor([bool((spread * BOUND_SLACK <= SAFE_SPREAD).all())]).byte()
         if not all(bool(each) for each in shards.exchange(here)):
             options: dict[str, Any] = {"scale": scale, "threshold": threshold, "straight_through": straight_through}
-            options |= {"dropout": dropout, "tolerance": tolerance, "impl": impl}
+            options |= {"dropout": dropout, "tolerance": tolerance, "impl": impl, "score_bound": score_bound}
             return _over_all_keys(shards, layout, query, key, value, log_gate, options)
     seed = None
     if dropout > 0.0:  # one mask for the sequence: the first process draws it
         seed = shards.exchange(torch.randint(2**62, (1,)))[0]
-    inputs = Inputs(query, key, value, log_gate, None, None, seed, row_threshold, row_bound)
+    inputs = Inputs(
+        query, key, value, log_gate, None, None, seed, row_threshold, bound if score_bound is None else None
+    )
     number = 0.0 if isinstance(threshold, Tensor) else float(threshold)
     stop = ROUNDING if tolerance is None else min(float(tolerance), 1.0)
     call = Options(float(scale), number, float(straight_through), float(dropout), stop, score_bound)
@@ -114,58 +116,58 @@ def _piece(layout: Layout, key: Tensor, value: Tensor, low: int, high: int) -> P
 
 
 class _Requests:
-    """Asks for keys as long as `walk` needs them, and serves the others meanwhile.
+    """Asks for keys as long as a walk needs them, and serves the others meanwhile.
 
-    In each round a process that is not done tells all processes before it, of which one owns the keys that it wants;
-    one that is done tells them that, and nothing more.
+    In each round a process that is not done tells all processes before it, of which one owns the keys that it wants,
+    for which sequences and key heads it wants them; one that is done says that it wants none, and nothing more.
     """
 
     def __init__(self, shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor) -> None:
         self.shards, self.layout = shards, layout
         self.both = torch.cat([key, value], dim=-1)
         self.width = key.shape[3]
-        self.asked: list[tuple[int, Piece]] = []
-        """Whom, and what it sent."""
-        self.served: list[tuple[int, int, int]] = []
-        """To whom, and which keys [low, high)."""
+        self.asked: list[tuple[int, Tensor, Piece]] = []
+        """Whom, for which heads, and what it sent."""
+        self.served: list[tuple[int, Tensor, int, int]] = []
+        """To whom, for which heads, and which keys [low, high)."""
 
-    def run(self, visit_own: Callable[[], None], visit: Callable[[Piece], None], done: Callable[[], bool]) -> None:
+    def run(self, walk: Walk | BackwardWalk, own: Piece) -> None:
         shards, layout, me = self.shards, self.layout, self.shards.rank
-        clients = [rank for rank in range(me + 1, shards.size) if layout.asks_at_all(rank)]
-        asks = layout.asks_at_all(me)
+        wants = torch.full(self.both.shape[:2], layout.asks_at_all(me))  # the first request is known without a word
+        clients = {rank: torch.ones_like(wants) for rank in range(me + 1, shards.size) if layout.asks_at_all(rank)}
         sending: list[tuple[int, Any]] = []
         number = 0
-        while asks or clients:
-            if number > 0:  # the first request is known without a word
-                before = range(me) if asks else ()
-                asks = asks and not done()
-                word = torch.tensor([int(asks)])
-                sending += [shards.send(word, peer) for peer in before]
-                words = {client: torch.zeros(1, dtype=torch.int64) for client in clients}
-                shards.wait(*[shards.receive(words[client], client) for client in clients])
-                clients = [client for client in clients if words[client].item()]
-            for client in clients:
+        while wants.any() or clients:
+            if number > 0 and wants.any():
+                wants = walk.unfinished.unflatten(1, (wants.shape[1], -1)).flatten(2).any(-1).cpu()
+                sending += [shards.send(wants, peer) for peer in range(me)]
+            if number > 0:
+                shards.wait(*[shards.receive(wanted, client) for client, wanted in clients.items()])
+                clients = {client: wanted for client, wanted in clients.items() if wanted.any()}
+            for client, wanted in clients.items():
                 owner, low, high = layout.requests(client)[number]
                 if owner == me:
                     first = layout.edges[me]
-                    sending.append(shards.send(self.both[:, :, low - first : high - first], client))
-                    self.served.append((client, low, high))
+                    sending.append(shards.send(self.both[:, :, low - first : high - first][wanted], client))
+                    self.served.append((client, wanted.clone(), low, high))
             coming = None
-            if asks:
+            if wants.any():
                 owner, low, high = layout.requests(me)[number]
-                buffer = self.both.new_empty(*self.both.shape[:2], high - low, self.both.shape[3])
+                buffer = self.both.new_empty(int(wants.sum()), high - low, self.both.shape[3])
                 coming = shards.receive(buffer, owner)
             if number == 0:
-                visit_own()  # while the first keys travel
+                walk.visit(own)  # while the first keys travel
             if coming is not None:
                 shards.wait(coming)
-                piece = _piece(layout, buffer[..., : self.width], buffer[..., self.width :], low, high)
-                visit(piece)
-                self.asked.append((owner, piece))
+                both = self.both.new_zeros(*self.both.shape[:2], high - low, self.both.shape[3])
+                both[wants] = buffer
+                piece = _piece(layout, both[..., : self.width], both[..., self.width :], low, high)
+                walk.visit(piece)
+                self.asked.append((owner, wants, piece))
                 shards.traffic.rounds += 1
             number += 1
         if number == 0:
-            visit_own()
+            walk.visit(own)
         shards.wait(*sending)
         shards.traffic.calls += 1
         if self.asked:
@@ -181,7 +183,7 @@ class _Sharded(Function):
         walk = Walk(_rows(layout, inputs, options), impl=impl, training=any(ctx.needs_input_grad))
         requests = _Requests(shards, layout, inputs.key, inputs.value)
         own = _piece(layout, inputs.key, inputs.value, *layout.span(layout.rank))
-        requests.run(lambda: walk.visit(own), walk.visit, lambda: walk.done)
+        requests.run(walk, own)
         result = walk.result()
         ctx.save_for_backward(*tensors, *result)
         ctx.call = shards, layout, options, walk.impl
@@ -199,23 +201,23 @@ class _Sharded(Function):
         walk = BackwardWalk(_rows(layout, inputs, options), result, grad_out.contiguous(), center, impl=impl)
         requests = _Requests(shards, layout, inputs.key, inputs.value)
         own = _piece(layout, inputs.key, inputs.value, begin, end).with_gradients()
-        requests.run(lambda: walk.visit(own), walk.visit, lambda: walk.done)
+        requests.run(walk, own)
         assert own.grad_key is not None
         assert own.grad_value is not None
         # Gradients of others' keys go home, where they are added in the order of ranks.
         sending, home = [], []
-        for client, low, high in requests.served:
-            both = own.grad_key.new_empty(*own.grad_key.shape[:2], high - low, requests.both.shape[3])
-            home.append((client, low, both, shards.receive(both, client)))
-        for owner, piece in requests.asked:
+        for client, heads, low, high in requests.served:
+            both = own.grad_key.new_empty(int(heads.sum()), high - low, requests.both.shape[3])
+            home.append((client, heads, low, both, shards.receive(both, client)))
+        for owner, heads, piece in requests.asked:
             assert piece.grad_key is not None
             assert piece.grad_value is not None
-            sending.append(shards.send(torch.cat([piece.grad_key, piece.grad_value], -1), owner))
-        for _, low, both, coming in sorted(home, key=lambda each: (each[0], -each[1])):
+            sending.append(shards.send(torch.cat([piece.grad_key, piece.grad_value], -1)[heads], owner))
+        for _, heads, low, both, coming in sorted(home, key=lambda each: (each[0], -each[2])):
             shards.wait(coming)
-            where = slice(low - begin, low - begin + both.shape[2])
-            own.grad_key[:, :, where] += both[..., : requests.width]
-            own.grad_value[:, :, where] += both[..., requests.width :]
+            where = slice(low - begin, low - begin + both.shape[1])
+            own.grad_key[:, :, where][heads] += both[..., : requests.width]
+            own.grad_value[:, :, where][heads] += both[..., requests.width :]
         shards.wait(*sending)
         rows = walk.result()
         key, value = own.grad_key.to(inputs.key.dtype), own.grad_value.to(inputs.value.dtype)

@@ -28,7 +28,6 @@ class Traffic:
 
     bytes: int = 0
     """Of keys, values and their gradients."""
-    messages: int = 0
     rounds: int = 0
     """How often it asked for more keys."""
     hops: int = 0
@@ -136,7 +135,6 @@ class ContextParallel:
     def send(self, tensor: Tensor, peer: int) -> tuple[int, Any]:
         tensor = tensor.contiguous()
         self.traffic.bytes += tensor.nbytes
-        self.traffic.messages += 1
         with self._naming(peer):
             work = dist.isend(tensor, group=self.group, group_dst=peer, tag=DATA)
         return peer, (work, tensor)  # the tensor must live until it is sent
@@ -153,11 +151,11 @@ class ContextParallel:
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, which have one shape."""
-        before = self.traffic.bytes, self.traffic.messages
+        before = self.traffic.bytes
         found = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
         pending = [self.receive(found[peer], peer) for peer in self._others()]
         self.wait(*[self.send(tensor, peer) for peer in self._others()], *pending)
-        self.traffic.bytes, self.traffic.messages = before  # which counts keys and values
+        self.traffic.bytes = before  # which counts keys and values
         return found
 
     @contextmanager

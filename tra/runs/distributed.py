@@ -64,8 +64,9 @@ def share_sequences(model: Decoder, device: torch.device, count: int, processes:
     for mechanism in find_mechanisms(model.config.attention):
         if not mechanism.takes_shards:
             raise ValueError(
-                f"context_parallel must be 1 for {model.config.attention}: {mechanism.__name__} does not "
-                "go through the operator of this package"
+                f"context_parallel must be 1 for {model.config.attention}: {mechanism.__name__} does not go through "
+                "the operator of this package; PyTorch's context parallelism of scaled_dot_product_attention works on "
+                "CUDA only and is not used here"
             )
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -309,16 +309,16 @@ class Walk:
         self.done = bool((self._state[..., 0] != 0).all())
 
     @property
-    def unfinished(self) -> int:
-        """How many rows need more keys."""
+    def unfinished(self) -> Tensor:
+        """``[B, Hq, Lq]``: the rows that need more keys."""
         if self.impl == "triton":
-            return int(self._on_device.going.sum())
-        done = self._reference.done if self.impl == "reference" else self._state[..., 0] != 0
-        return int((~done).sum())
+            return self._on_device.going
+        return ~self._reference.done if self.impl == "reference" else self._state[..., 0] == 0
 
     def result(self) -> Result:
         if not self.done:
-            raise ValueError(f"every row must be done, got {self.unfinished} rows that need keys before {self._low}")
+            count = int(self.unfinished.sum())
+            raise ValueError(f"every row must be done, got {count} rows that need keys before {self._low}")
         if self.impl == "triton":
             return self._on_device.result()
         if self.impl == "reference":
@@ -371,10 +371,10 @@ class BackwardWalk:
 
     def visit(self, piece: Piece) -> None:
         """Go on with a piece. Gradients of its keys and values are added to it in this call and the next."""
-        if self.done:
-            return
         if piece.grad_key is None:
             piece.with_gradients()
+        if self.done:
+            return
         call, parts = self._pieces.next_call(piece)
         if call is None:
             return
@@ -401,6 +401,13 @@ class BackwardWalk:
             part.grad_key += grad_key[:, :, at : at + len(part)]
             part.grad_value += grad_value[:, :, at : at + len(part)]
             at += len(part)
+
+    @property
+    def unfinished(self) -> Tensor:
+        """``[B, Hq, Lq]``: the rows that need more keys."""
+        if self.impl == "triton":
+            return self._on_device.going
+        return ~self._reference.done if self.impl == "reference" else self._state[..., 0] == 0
 
     def result(self) -> RowGradients:
         if not self.done:

@@ -1,0 +1,49 @@
+"""A group of processes as threads of this one: the same messages, without the time that processes take."""
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from tra.distributed import ContextParallel, Traffic
+
+Found = TypeVar("Found")
+
+
+class ThreadsOfOneProcess(ContextParallel):
+    """As many of these share `boxes`: of each message from one to another, its queue."""
+
+    def __init__(self, rank: int, size: int, boxes: dict[tuple[int, int, int], Queue[Tensor]], chunk: int) -> None:
+        self.rank, self.size, self.boxes, self.chunk = rank, size, boxes, chunk
+        self.traffic, self.posted = Traffic(), Counter[tuple[int, int]]()
+
+    def _box(self, source: int, target: int) -> Queue[Tensor]:
+        number = self.posted[source, target]
+        self.posted[source, target] += 1
+        return self.boxes.setdefault((source, target, number), Queue())
+
+    def send(self, tensor: Tensor, peer: int) -> tuple[int, Any]:
+        self.traffic.bytes += tensor.nbytes
+        self._box(self.rank, peer).put(tensor.detach().clone())
+        return peer, None
+
+    def receive(self, tensor: Tensor, peer: int) -> tuple[int, Any]:
+        return peer, (self._box(peer, self.rank), tensor)
+
+    def wait(self, *pending: tuple[int, Any]) -> None:
+        for _, coming in pending:
+            if coming is not None:
+                box, tensor = coming
+                sent = box.get(timeout=60)
+                assert (sent.shape, sent.dtype) == (tensor.shape, tensor.dtype)
+                tensor.copy_(sent)
+
+
+def in_threads(count: int, chunk: int, run: Callable[[ContextParallel], Found]) -> list[Found]:
+    """What each of so many finds, by rank."""
+    boxes: dict[tuple[int, int, int], Queue[Tensor]] = {}
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, [ThreadsOfOneProcess(rank, count, boxes, chunk) for rank in range(count)]))
