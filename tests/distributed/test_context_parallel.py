@@ -236,14 +236,15 @@ from torch.distributed.tensor.experimental import context_parallel as by_pytorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 rng = torch.Generator().manual_seed(0)
 query = torch.randn(1, 2, 64, 16, generator=rng)
-attention = torch.nn.functional.scaled_dot_product_attention
-whole = attention(query, query, query, is_causal=True)
+def attention(x):
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+whole = attention(query)
 for kernel, tensors in ((nullcontext(), nullcontext()), (sdpa_kernel(SDPBackend.MATH), nullcontext()),
                         (sdpa_kernel(SDPBackend.MATH), implicit_replication())):
-    mine, place = query.clone(), torch.arange(64)
+    mine, place = query.clone(), torch.arange(64)[None].clone()
     try:
-        with by_pytorch(init_device_mesh("cpu", (2,)), buffers=[mine, place], buffer_seq_dims=[2, 0]), kernel, tensors:
-            print(torch.allclose(attention(mine, mine, mine, is_causal=True), whole[:, :, place], atol=0.1))
+        with by_pytorch(init_device_mesh("cpu", (2,)), buffers=[mine, place], buffer_seq_dims=[2, 1]), kernel, tensors:
+            print(torch.allclose(attention(mine), whole[:, :, place[0]], atol=0.1))
     except (NotImplementedError, RuntimeError) as error:
         print(type(error).__name__)
 dist.barrier()
