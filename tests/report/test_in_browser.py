@@ -20,7 +20,7 @@ from tra.attention import MECHANISMS, Context
 from tra.attention.context import Terms
 from tra.model import Decoder, DecoderConfig
 from tra.ops.threshold_relative.reference import attention_terms
-from tra.report import Explorer, Table, explore, report_page
+from tra.report import Explorer, Table, explore, packing, report_page
 from tra.report.inspection import inspect_heads
 from tra.report.report_page import Report, RunLine, report_html
 from tra.report.tables import TEST_SEQUENCES
@@ -114,7 +114,11 @@ def data_of(page: Explorer) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "attention, options", [*((name, {}) for name in MECHANISMS), ("tra-learned", {"threshold": "query"})]
 )
-def test_every_weight_on_the_page_is_that_of_the_library(attention: str, options: dict[str, Any], show: Show) -> None:
+def test_every_weight_on_the_page_is_that_of_the_library(
+    attention: str, options: dict[str, Any], show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a long text: weights are computed by the page where it can."""
+    monkeypatch.setattr(packing, "MOST_WEIGHTS", 0)
     model, (tokens, symbols) = model_of(attention, attention_options=options), tokens_of()
     page = explore({attention: model}, tokens, symbols)
     shown = show(page).weights()
@@ -127,7 +131,11 @@ def test_every_weight_on_the_page_is_that_of_the_library(attention: str, options
     assert all((layer["weights"] is None) == by_rule for layer in data_of(page)["models"][0]["layers"])
 
 
-def test_scores_keys_kept_distances_and_gates_are_those_of_the_library(show: Show) -> None:
+@pytest.mark.parametrize("stored", [True, False])
+def test_scores_keys_kept_distances_and_gates_are_those_of_the_library(
+    stored: bool, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MOST_WEIGHTS", 1 << 20 if stored else 0)
     model, (tokens, symbols) = model_of(), tokens_of()
     rows = show(explore({"tra": model}, tokens, symbols)).rows()
     streams: list[Tensor] = []

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.attention import Attention
 from tra.files import write_text
 from tra.model import Block, Decoder
 from tra.report.colours import DARK_NULL, DARK_STEPS, NULL, SMALLEST_SHOWN, STEPS
-from tra.report.inspection import Head
-from tra.report.packing import Arrays, most_tokens_by_weights, pack_layer
+from tra.report.inspection import Head, read_layers
+from tra.report.packing import Arrays, check_length, pack_layer
 from tra.report.pages import asset, page
 from tra.runs import Run, load_run
 from tra.tasks import ReadsText
@@ -96,9 +95,17 @@ def explore(models: Mapping[str, Decoder], tokens: Tensor, symbols: Sequence[str
     if len(tokens) < 1 or len(tokens) != len(symbols):
         raise ValueError(f"symbols must be one for each of at least one token, got {len(symbols)} for {len(tokens)}")
     arrays = Arrays()
-    attentions = [attention for model in models.values() for attention in _attentions(model)]
-    most_tokens = most_tokens_by_weights(attentions, len(tokens))
-    packed = {label: _packed(model, tokens, most_tokens, arrays) for label, model in models.items()}
+    attentions = [block.attention for model in models.values() for block in model.blocks if isinstance(block, Block)]
+    check_length(attentions, len(tokens))
+    heads = sum(attention.heads for attention in attentions)
+    found: dict[str, list[Head]] = {label: [] for label in models}
+    packed: list[dict[str, Any]] = []
+    for label, model in models.items():
+        layers = []
+        for layer in read_layers(model, tokens):
+            found[label] += layer.heads
+            layers.append(pack_layer(layer, heads, arrays))
+        packed.append({"label": label, "layers": layers})
     data = {
         "tra": __version__,
         "tokens": list(symbols),
@@ -107,29 +114,8 @@ def explore(models: Mapping[str, Decoder], tokens: Tensor, symbols: Sequence[str
             "light": {"null": NULL, "steps": STEPS},
             "dark": {"null": DARK_NULL, "steps": DARK_STEPS},
         },
-        "models": [{"label": label, "layers": layers} for label, (_, layers) in packed.items()],
+        "models": packed,
     }
     title = f"Attention of {' beside '.join(models)}"
     text = page(title, asset("explorer.html"), styles=STYLES, scripts=SCRIPTS, data=data, arrays=arrays.content)
-    return Explorer(text, {label: heads for label, (heads, _) in packed.items()})
-
-
-def _attentions(model: Decoder) -> list[Attention]:
-    return [block.attention for block in model.blocks if isinstance(block, Block)]
-
-
-@torch.inference_mode()
-def _packed(
-    model: Decoder, tokens: Tensor, most_tokens: int, arrays: Arrays
-) -> tuple[list[Head], list[dict[str, Any]]]:
-    """Every head, and what the page needs of each layer."""
-    streams: list[Tensor] = []
-    row = tokens[None].to(model.head.weight.device)
-    model.hidden_from(model.embedded(row), streams=streams)
-    heads, layers = [], []
-    for layer, (block, stream) in enumerate(zip(model.blocks, streams, strict=True)):
-        assert isinstance(block, Block)
-        found, packed = pack_layer(layer, block.attention, block.attention_norm(stream), most_tokens, arrays)
-        heads += found
-        layers.append(packed)
-    return heads, layers
+    return Explorer(text, found)

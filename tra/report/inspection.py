@@ -1,13 +1,15 @@
 """What a trained model attends to: each head's weights on one sequence, and what they come to."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tra.attention import Attention, Context
+from tra.attention.context import Terms
 from tra.files import write_json, write_text
 from tra.lookup import lookup
 from tra.model import Block, Decoder
@@ -39,21 +41,44 @@ class Head:
     """The 10%, 50% and 90% quantiles of the gate, 1 for no decay with distance; None without a gate."""
 
 
+class LayerOnSequence(NamedTuple):
+    """What a layer's heads do with one sequence."""
+
+    heads: list[Head]
+    weights: Tensor
+    """``[heads, L, L]``."""
+    gates: Tensor | None
+    """``[heads, L]``, 1 for no decay with distance."""
+    terms: list[Terms]
+    """What the weights were computed from."""
+
+
 @torch.inference_mode()
+def read_layer(number: int, attention: Attention, x: Tensor) -> LayerOnSequence:
+    """The layer of this number, from 0, when it reads ``x [1, L, width]``."""
+    terms: list[Terms] = []
+    weights = attention.weights(x, Context(terms=terms))[0].float().cpu()
+    found = attention.gates(x)
+    gates = None if found is None else found[0].float().cpu()
+    of_head = [None] * len(weights) if gates is None else list(gates)
+    heads = [summarise(number, head, matrix, of_head[head]) for head, matrix in enumerate(weights)]
+    return LayerOnSequence(heads, weights, gates, terms)
+
+
+@torch.inference_mode()
+def read_layers(model: Decoder, tokens: Tensor) -> Iterator[LayerOnSequence]:
+    """Every layer of a model on one sequence ``[L]``."""
+    streams: list[Tensor] = []
+    model.hidden_from(model.embedded(tokens[None].to(model.head.weight.device)), streams=streams)
+    for number, (block, stream) in enumerate(zip(model.blocks, streams, strict=True)):
+        assert isinstance(block, Block)
+        yield read_layer(number, block.attention, block.attention_norm(stream))
+
+
 def inspect_heads(model: Decoder, tokens: Tensor) -> tuple[list[Head], list[Tensor]]:
     """Each head of each layer on one sequence ``[L]``, and per layer the weights ``[heads, L, L]``."""
-    streams: list[Tensor] = []
-    matrices: list[Tensor] = []
-    row = tokens[None].to(model.head.weight.device)
-    model.hidden_from(model.embedding(row), streams=streams, weights=matrices)
-    weights = [layer[0].float().cpu() for layer in matrices]
-    heads = []
-    for layer, (block, stream) in enumerate(zip(model.blocks, streams, strict=True)):
-        assert isinstance(block, Block)
-        gates = block.attention.gates(block.attention_norm(stream))
-        for head, matrix in enumerate(weights[layer]):
-            heads.append(summarise(layer, head, matrix, None if gates is None else gates[0, head]))
-    return heads, weights
+    layers = list(read_layers(model, tokens))
+    return [head for layer in layers for head in layer.heads], [layer.weights for layer in layers]
 
 
 def summarise(layer: int, head: int, weights: Tensor, gates: Tensor | None) -> Head:

@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -208,11 +208,7 @@ def _table(records: Sequence[Record], heading: Callable[[Record], str], field: s
     column, if there are several rows, is bold."""
     headings = list(grouped(records, heading))
     rows = list(grouped(records, lambda record: record.row))
-    higher = type(records[0].result).higher_is_better
-    cells: dict[tuple[str, str], tuple[float, str]] = {}
-    for key, some in grouped(records, lambda record: (record.row, heading(record))).items():
-        cells[key] = cell(some, field)
-    best = _best({key: mean for key, (mean, _) in cells.items()}, higher)
+    cells, best = _cells(records, heading, field)
     marked = {(y, x) for y, row in enumerate(rows) for x, name in enumerate(headings, 1) if (row, name) in best}
     untuned = {record.row for record in records if not record.tuned}
     if untuned == set(rows):
@@ -221,8 +217,7 @@ def _table(records: Sequence[Record], heading: Callable[[Record], str], field: s
         note += f" {UNTUNED}: not tuned."
     mark = UNTUNED if untuned != set(rows) else ""
     body = [
-        [row + (mark if row in untuned else ""), *(cells.get((row, name), (0.0, ""))[1] for name in headings)]
-        for row in rows
+        [row + (mark if row in untuned else ""), *(cells.get((row, name), "") for name in headings)] for row in rows
     ]
     counted = _sequences(records, heading)
     return Table(
@@ -244,19 +239,25 @@ def _how(records: Sequence[Record], field: str) -> str:
     return f"Mean ± deviation over {number} seeds{over}."
 
 
-def _best(means: Mapping[tuple[str, Place], float], higher: bool) -> set[tuple[str, Place]]:
-    """At each place the rows with the best mean, if there are several rows; no mean that is shown as 0.00 is one."""
-    if len({row for row, _ in means}) < 2:
-        return set()
+def _cells(
+    records: Sequence[Record], place: Callable[[Record], Place], field: str, digits: int = 2
+) -> tuple[dict[tuple[str, Place], str], set[tuple[str, Place]]]:
+    """What stands in each row at each place, and where the mean is the best of its place: if there are several rows,
+    and never where it is shown as 0.00."""
+    found = grouped(records, lambda record: (record.row, place(record)))
+    cells = {key: cell(some, field, digits) for key, some in found.items()}
+    better = max if type(records[0].result).higher_is_better else min
     best: dict[Place, float] = {}
-    for (_, place), mean in means.items():
+    for (_, where), (mean, _) in cells.items():
         if not math.isnan(mean):
-            best[place] = (max if higher else min)(mean, best.get(place, mean))
-    return {
-        (row, place)
-        for (row, place), mean in means.items()
-        if mean >= 0.005 and place in best and round(mean, 4) == round(best[place], 4)
+            best[where] = better(mean, best.get(where, mean))
+    marked = {
+        (row, where)
+        for (row, where), (mean, _) in cells.items()
+        if mean >= 0.005 and where in best and round(mean, 4) == round(best[where], 4)
     }
+    several = len({row for row, _ in cells}) > 1
+    return {key: text for key, (_, text) in cells.items()}, marked if several else set()
 
 
 def cell(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float, str]:
@@ -336,16 +337,10 @@ def results_table(label: str, results: Sequence[Result], unit: str) -> str:
 def by_length_table(records: Sequence[Record]) -> Table:
     """A row per mechanism and set, a column per length; the best mean of each set and length is bold."""
     lengths = sorted({record.result.length for record in records})
-    measure = type(records[0].result)
-    cells = {
-        key: cell(some, measure.measure, digits=3)
-        for key, some in grouped(records, lambda one: (one.row, (one.result.set_label, one.result.length))).items()
-    }
-    best = _best({key: mean for key, (mean, _) in cells.items()}, measure.higher_is_better)
+    measure = type(records[0].result).measure
+    cells, best = _cells(records, lambda record: (record.result.set_label, record.result.length), measure, digits=3)
     kinds = list(grouped(records, lambda record: (record.row, record.result.set_label)))
-    rows = [
-        [row, place, *(cells.get((row, (place, length)), (0.0, ""))[1] for length in lengths)] for row, place in kinds
-    ]
+    rows = [[row, place, *(cells.get((row, (place, length)), "") for length in lengths)] for row, place in kinds]
     marked = {
         (y, x) for y, (row, place) in enumerate(kinds) for x, at in enumerate(lengths, 2) if (row, (place, at)) in best
     }

@@ -633,8 +633,11 @@ function showLegend() {
 
 function aboutPage() {
   byId("title").textContent = `Attention of ${models.map((model) => model.label).join(" beside ")}`;
-  const error = Math.max(...models.flatMap((model) => model.layers.map((layer) => layer.error)));
-  const precision = error > 0 ? `weights within ${error.toExponential(0)} of the library's, 0 where they are` : "weights as the library computes them";
+  const layers = models.flatMap((model) => model.layers);
+  const error = Math.max(...layers.map((layer) => layer.error));
+  const others = layers.reduce((sum, layer) => sum + layer.others, 0);
+  const but = others > 0 ? `, but for ${others} ${others === 1 ? "query" : "queries"} with a score at the threshold` : "";
+  const precision = error > 0 ? `weights within ${error.toExponential(0)} of the library's${but}` : "weights as the library computes them";
   byId("about").textContent = `${plural(length, "token")}, ${precision}; tra ${data.tra}`;
 }
 

@@ -3,10 +3,8 @@
 const KINDS = {
   float64: Float64Array,
   float32: Float32Array,
-  uint32: Uint32Array,
   uint8: Uint8Array,
 };
-const LEAST = 2 ** -149; // the smallest float32
 const ROWS_KEPT = 600;
 
 function decoded(base64) {
@@ -26,6 +24,7 @@ class Layer {
     this.heads = packed.heads;
     this.length = length;
     this.error = packed.error;
+    this.others = packed.others;
     this.small = read(packed.small);
     this.gates = read(packed.gates);
     this.weights = read(packed.weights);
@@ -37,25 +36,7 @@ class Layer {
     this.logGate = read(packed.log_gate);
     this.byDistance = read(packed.by_distance);
     this.byKey = read(packed.by_key);
-    this.keeps = this.exceptions(packed.keeps, read);
-    this.nulls = this.exceptions(packed.nulls, read);
     this.rows = new Map();
-  }
-
-  // For each head a map from a place in its matrix to what is true there.
-  exceptions(packed, read) {
-    if (!packed) return null;
-    const pairs = read(packed.pairs);
-    return this.heads.map((_, head) => {
-      const found = new Map();
-      for (let at = packed.begins[head]; at < packed.begins[head + 1]; at++) {
-        const row = Math.floor(Math.floor(pairs[at] / 2) / this.length);
-        const key = Math.floor(pairs[at] / 2) % this.length;
-        if (!found.has(row)) found.set(row, []);
-        found.get(row).push([key, pairs[at] % 2]);
-      }
-      return found;
-    });
   }
 
   get hasScores() { return this.query !== null; }
@@ -85,36 +66,41 @@ class Layer {
     if (this.threshold !== null) {
       const limit = this.limit(head, query);
       for (let key = 0; key <= query; key++) kept[key] = scores[key] > limit ? 1 : 0;
-      for (const [key, value] of this.keeps?.[head].get(query) ?? []) kept[key] = value;
     }
-    const distance = new Int32Array(query + 1);
+    const distance = this.distances(kept);
     const logits = new Float64Array(query + 1);
     const gate = this.logGate ? this.logGate[head * this.length + query] : 0;
     const offset = (array) => (head % (array.length / this.length)) * this.length;
-    let count = 0;
+    let nearer = 0;
     let most = -Infinity;
     for (let key = query; key >= 0; key--) {
-      count += kept[key];
-      distance[key] = count;
       let logit = scores[key];
       if (this.byDistance) logit += this.byDistance[offset(this.byDistance) + query - key];
       if (this.byKey) logit += this.byKey[offset(this.byKey) + key];
-      logits[key] = logit + gate * (count - 1);
+      logits[key] = logit + gate * nearer;
+      nearer += kept[key];
       if (kept[key] && logits[key] > most) most = logits[key];
     }
     const exact = logits.map((logit, key) => (kept[key] ? Math.exp(logit - most) : 0));
     const total = exact.reduce((sum, weight) => sum + weight, 0);
     const weights = Float32Array.from(exact, (weight) => (total > 0 ? weight / total : 0));
-    for (const [key, value] of this.nulls?.[head].get(query) ?? []) {
-      weights[key] = value ? Math.max(weights[key], LEAST) : 0;
-    }
-    return { scores, kept, distance: this.hasDistance ? distance : null, weights };
+    return { scores, kept, distance, weights };
+  }
+
+  // How many keys are kept from each of them to the query.
+  distances(kept) {
+    if (!this.hasDistance) return null;
+    const found = new Int32Array(kept.length);
+    let count = 0;
+    for (let key = kept.length - 1; key >= 0; key--) found[key] = count += kept[key];
+    return found;
   }
 
   stored(head, query, scores) {
     const start = (head * this.length * (this.length + 1)) / 2 + (query * (query + 1)) / 2;
     const weights = this.weights.subarray(start, start + query + 1);
-    return { scores, kept: Uint8Array.from(weights, (weight) => (weight !== 0 ? 1 : 0)), distance: null, weights };
+    const kept = Uint8Array.from(weights, (weight) => (weight !== 0 ? 1 : 0));
+    return { scores, kept, distance: this.distances(kept), weights };
   }
 
   scores(head, query) {
