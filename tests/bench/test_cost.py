@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.cli.calling import Captured, fails, shows
 from tra.attention import MECHANISMS
 from tra.bench import cost
-from tra.bench.cost import SCALES, Cost, cost_table, run_cost_benchmark
+from tra.bench.cost import SCALES, Cost, cost_table, measure_costs
 from tra.model import DecoderConfig
 from tra.progress import shown
 
@@ -30,7 +30,7 @@ def test_the_command_gives_a_row_for_each_mechanism_asked_for(tmp_path: Path, ca
     words = ["bench", "--cost", "--scale", "smoke", "--seconds", "0.05", "--attention", "tra", "nope"]
     assert shows([*words, "--output", str(folder)], capsys).splitlines()[-1] == str(folder)
     content = json.loads((folder / "bench.json").read_text())
-    assert content["command"] == "tra " + " ".join(words)
+    assert content["command"] == " ".join(["tra", *words, "--output", str(folder)])
     assert content["environment"]["cores"] >= 1
     assert [step["batch"] for step in content["steps"]] == [2]
     rows = content["rows"]
@@ -47,7 +47,7 @@ def test_the_command_gives_a_row_for_each_mechanism_asked_for(tmp_path: Path, ca
 
 
 def test_every_mechanism_is_measured_by_default(tmp_path: Path) -> None:
-    content = run_cost_benchmark(tmp_path, 0.01, scale="smoke")
+    content = measure_costs(tmp_path, 0.01, (), "smoke")
     assert [row["attention"] for row in content["rows"]] == list(MECHANISMS)
     assert not any("failure" in row for row in content["rows"])
 
@@ -64,7 +64,7 @@ def test_a_mechanism_that_fails_is_named_and_stops_no_other(
 
     monkeypatch.setattr(cost, "training_step", short_of_memory)
     with shown(Console(soft_wrap=True)):
-        content = run_cost_benchmark(tmp_path, 0.01, ("tra", "nope"), "smoke")
+        content = measure_costs(tmp_path, 0.01, ("tra", "nope"), "smoke")
     assert content["rows"][0] == {"size": "smoke", "attention": "tra", "failure": "not enough memory"}
     assert content["rows"][1]["milliseconds"] > 0
     said = capsys.readouterr().out.splitlines()

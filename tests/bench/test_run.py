@@ -1,13 +1,15 @@
 """The measurements from beginning to end."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from tra.bench import compare, run, run_benchmarks
+from tra.bench import BenchRequest, compare, run, run_benchmarks
 from tra.bench.cases import Case
 from tra.bench.workloads import attention, native, papers_listing
 from tra.errors import RunError
@@ -34,7 +36,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_every_row_has_its_ratio_and_the_first_comparison_its_goal(tmp_path: Path) -> None:
-    content = run_benchmarks(tmp_path / "new" / "folder", 0.01, "e")
+    content = run_benchmarks(BenchRequest(folder=tmp_path / "new" / "folder", seconds=0.01, only="e"))
     rows = content["rows"]
     assert [(row["what"], row["against"], row["goal"]) for row in rows] == [
         ("forward, every key", "SDPA", 0.5),
@@ -48,9 +50,11 @@ def test_every_row_has_its_ratio_and_the_first_comparison_its_goal(tmp_path: Pat
 
 @pytest.mark.usefixtures("few")
 def test_only_leaves_out_other_rows_and_what_belongs_to_all_of_them(tmp_path: Path) -> None:
-    content = run_benchmarks(tmp_path, 0.01, "decode one")
+    content = run_benchmarks(
+        BenchRequest(folder=tmp_path, seconds=0.01, only="decode one", command="tra bench --only x")
+    )
     assert [row["what"] for row in content["rows"]] == ["decode one token"]
-    assert content["command"] == "tra bench --seconds 0.01 --only 'decode one'"
+    assert content["command"] == "tra bench --only x"
     assert content["environment"]["cores"] >= 1
     assert "share_of_sgemm" not in content
     assert "peak_memory_megabytes" not in content
@@ -60,12 +64,11 @@ def test_only_leaves_out_other_rows_and_what_belongs_to_all_of_them(tmp_path: Pa
 @pytest.mark.skipif(not cpu.LIBRARIES, reason="the CPU kernel is not built")
 def test_a_variant_of_the_kernel_is_measured_by_name_and_only_meanwhile(tmp_path: Path) -> None:
     before = cpu.variant
-    content = run_benchmarks(tmp_path, 0.01, "decode", variant="generic")
-    assert content["variant"] == "generic"
-    assert content["command"] == "tra bench --seconds 0.01 --variant generic --only decode"
+    request = BenchRequest(folder=tmp_path, seconds=0.01, only="decode", variant="generic")
+    assert run_benchmarks(request)["variant"] == "generic"
     assert cpu.variant == before
     with pytest.raises(ValueError, match="variant"):
-        run_benchmarks(tmp_path, 0.01, variant="avx1024")
+        run_benchmarks(replace(request, variant="avx1024"))
 
 
 @pytest.mark.usefixtures("few")
@@ -74,18 +77,18 @@ def test_without_only_the_machines_share_and_peak_memory_are_measured(
 ) -> None:
     monkeypatch.setattr(run, "share_of_sgemm", lambda seconds: 0.63)
     monkeypatch.setattr(run, "peak_of_attention", lambda every_key: 411 if every_key else 263)
-    content = run_benchmarks(tmp_path, 0.01)
-    assert content["command"] == "tra bench --seconds 0.01"
+    content = run_benchmarks(BenchRequest(folder=tmp_path, seconds=0.01))
     assert content["share_of_sgemm"] == 0.63
     assert content["peak_memory_megabytes"] == {"default tolerance": 263, "every key": 411}
 
 
 @pytest.mark.usefixtures("few")
 def test_rows_are_said_only_to_whoever_looks_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_benchmarks(tmp_path, 0.01, "decode")
+    request = BenchRequest(folder=tmp_path, seconds=0.01, only="decode")
+    run_benchmarks(request)
     assert capsys.readouterr().out == ""
     with shown(Console(soft_wrap=True)):
-        run_benchmarks(tmp_path, 0.01, "decode")
+        run_benchmarks(request)
     assert capsys.readouterr().out.startswith("decode one token")
 
 
@@ -98,7 +101,7 @@ def test_a_kernel_that_is_wrong_gets_no_figures(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(compare, "threshold_relative_attention", wrong)
     with pytest.raises(RunError, match="no figures: the kernel's results differ from the reference's"):
-        run_benchmarks(tmp_path / "none", 0.01, "decode")
+        run_benchmarks(BenchRequest(folder=tmp_path / "none", seconds=0.01, only="decode"))
     assert not (tmp_path / "none").exists()
 
 
@@ -114,7 +117,17 @@ def test_a_kernel_whose_gradients_are_wrong_gets_no_figures(monkeypatch: pytest.
         compare.check_kernel()
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_time_must_be_positive(seconds: float, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"seconds must be positive, got {seconds}"):
-        run_benchmarks(tmp_path, seconds)
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ({"seconds": -1.0}, r"seconds must be positive, got -1\.0"),
+        ({"device": "tpu"}, "device must be cpu or cuda, got 'tpu'"),
+        ({"device": "cuda", "run": Path("x")}, "run must be left out with device cuda: it is measured on the CPU"),
+        ({"cost": True, "variant": "avx2"}, "variant must be left out with --cost, which measures training"),
+        ({"scale": "paper"}, "attention and scale must be given with --cost alone"),
+        ({"lengths": (64,)}, r"lengths must be given with a run, got \(64,\) and none"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_named(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchRequest(**asked)

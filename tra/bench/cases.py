@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tra.bench.timing import Work
-from tra.bench.workloads import attention, native, new_token, papers_listing, training_step
+from tra.bench.workloads import Rule, attention, native, new_token, papers_listing, training_step
 from tra.model import DecoderConfig, sized
 from tra.recipes import build_recipe
 
@@ -63,22 +65,24 @@ class Comparison:
 
 def cases() -> Iterator[Case]:
     """Attention by itself, its growth with the length, decoding, and whole models."""
+    listings = {"paper, eager": lambda: papers_listing, "paper, compiled": lambda: torch.compile(papers_listing)}
     for backward, limit in ((False, 1.0), (True, 1.1)):
         for shape in ((8, 4, 512), (2, 8, 1024), (1, 8, 4096)):
-            yield _attention("every key", shape, limit, backward, 0.0, listings=shape[2] <= 1024)
+            more = listings if shape[2] <= 1024 else {}
+            yield attention_case("every key", shape, native(0.0), backward, limit, more)
     for backward, speedups in (
         (False, {(8, 4, 512): 3, (1, 8, 4096): 10, (1, 8, 16384): 40, (1, 4, 65536): 130}),
         (True, {(8, 4, 512): 4, (1, 8, 4096): 12, (1, 8, 16384): 35, (1, 1, 16384): 35}),
     ):
         for shape, speedup in speedups.items():
-            yield _attention("default tolerance", shape, 1 / speedup, backward, None)
+            yield attention_case("default tolerance", shape, native(), backward, 1 / speedup)
     for shape, goal in {(8, 4, 512): 1 / 2.5, (1, 8, 4096): 1 / 8, (1, 8, 16384): 1 / 20}.items():
-        yield _attention("straight-through", shape, goal, True, None, straight_through=STRAIGHT_THROUGH)
+        yield attention_case("straight-through", shape, native(straight_through=STRAIGHT_THROUGH), True, goal)
     for length in (32768, 65536):
         yield _growth(length, length // 2)
     for batch in (1, 8):
         for cached, goal in ((4096, 0.15), (65536, 0.015)):
-            yield _decoding(batch, cached, goal)
+            yield decoding_case(batch, 8, cached, native(), goal)
     for size, lengths in CACHED.items():
         for cached in lengths:
             yield _generation(size, cached)
@@ -89,24 +93,38 @@ def cases() -> Iterator[Case]:
         yield _training(size, batch, length, goal, straight_through=STRAIGHT_THROUGH)
 
 
-def _attention(
+def attention_case(
     how: str,
     shape: tuple[int, int, int],
-    goal: float,
+    ours: Rule,
     backward: bool,
-    tolerance: float | None,
-    listings: bool = False,
-    straight_through: float = 0.0,
+    goal: float | None = None,
+    more: Mapping[str, Callable[[], Rule]] = MappingProxyType({}),
+    **where: Any,
 ) -> Case:
+    """Attention by itself against SDPA, and against others, of which only those called after the paper have a gate."""
     batch, heads, length = shape
-    prepare = partial(attention, batch=batch, heads=heads, queries=length, keys=length, backward=backward)
-    causal = partial(F.scaled_dot_product_attention, is_causal=True)
-    others: dict[str, Prepare] = {"SDPA": lambda: prepare(causal, gated=False)}
-    if listings:
-        others["paper, eager"] = lambda: prepare(papers_listing)
-        others["paper, compiled"] = lambda: prepare(torch.compile(papers_listing))
+
+    def prepare(rule: Rule, gated: bool = True) -> Work:
+        return attention(rule, batch, heads, length, length, backward=backward, gated=gated, **where)
+
+    others: dict[str, Prepare] = {
+        "SDPA": lambda: prepare(partial(F.scaled_dot_product_attention, is_causal=True), gated=False),
+        **{name: lambda name=name: prepare(more[name](), gated=name.startswith("paper")) for name in more},  # type: ignore[misc]
+    }
     what = f"{'forward + backward' if backward else 'forward'}, {how}"
-    return Case(what, "x".join(map(str, shape)), lambda: prepare(native(tolerance, straight_through)), others, goal)
+    return Case(what, "x".join(map(str, shape)), lambda: prepare(ours), others, goal)
+
+
+def decoding_case(batch: int, heads: int, cached: int, ours: Rule, goal: float | None = None, **where: Any) -> Case:
+    sdpa = F.scaled_dot_product_attention
+    return Case(
+        "decode one token",
+        f"{batch}x{heads}x{cached}",
+        lambda: attention(ours, batch, heads, 1, cached, **where),
+        {"SDPA": lambda: attention(sdpa, batch, heads, 1, cached, gated=False, **where)},
+        goal,
+    )
 
 
 def _growth(length: int, half: int) -> Case:
@@ -118,16 +136,6 @@ def _growth(length: int, half: int) -> Case:
         f"1x4x{length}",
         lambda: prepare(length),
         {f"itself at {half}": lambda: prepare(half)},
-    )
-
-
-def _decoding(batch: int, cached: int, goal: float) -> Case:
-    return Case(
-        "decode one token",
-        f"{batch}x8x{cached}",
-        lambda: attention(native(), batch, 8, 1, cached),
-        {"SDPA": lambda: attention(F.scaled_dot_product_attention, batch, 8, 1, cached, gated=False)},
-        goal,
     )
 
 

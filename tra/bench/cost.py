@@ -1,6 +1,6 @@
 """`tra bench --cost`: time per training step and peak memory of every mechanism, against RoPE."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from tra.attention.naming import find_mechanisms
 from tra.bench.memory import peak_of_training
 from tra.bench.timing import interleaved
 from tra.bench.workloads import training_step
-from tra.environment import best_device, environment
-from tra.files import write_json, write_text
+from tra.environment import best_device
+from tra.files import write_text
 from tra.lookup import lookup
 from tra.model import DecoderConfig, sized
 from tra.progress import say
@@ -86,34 +86,23 @@ class Cost:
         return f"{head}{milliseconds:>9} ms   {time_ratio} RoPE{memory}"
 
 
-def run_cost_benchmark(
-    folder: Path, seconds: float, attention: Sequence[str] = (), scale: str = "small"
-) -> Mapping[str, Any]:
-    """Time a training step of each mechanism and of RoPE in turn, for so many seconds, and write ``bench.json``,
-    ``table.md``, ``table.tex`` and ``cost.png``; returns what ``bench.json`` holds.
+def measure_costs(folder: Path, seconds: float, attention: Sequence[str], scale: str) -> dict[str, Any]:
+    """Time a training step of each mechanism and of RoPE in turn, for so many seconds, and write ``table.md``,
+    ``table.tex`` and ``cost.png``; returns what was found.
 
     A mechanism that fails, for want of memory say, is reported in its row and does not stop the others.
     """
     steps = lookup(SCALES, scale, "scale")
     for name in attention:
         find_mechanisms(name)
-    names = list(dict.fromkeys(attention or MECHANISMS))
     folder.mkdir(parents=True, exist_ok=True)
-    rows = measure(steps, names, seconds)
-    words = ["tra bench --cost", f"--scale {scale} --seconds {seconds:g}"]
-    content = {
-        "command": " ".join([*words, *(["--attention", *names] if attention else [])]),
-        "environment": environment(),
-        "steps": [asdict(step) for step in steps],
-        "rows": [row.to_dict() for row in rows],
-    }
-    write_json(folder / "bench.json", content)
+    rows = measure(steps, list(dict.fromkeys(attention or MECHANISMS)), seconds)
     table = cost_table(rows)
     write_text(folder / "table.md", table.markdown())
     write_text(folder / "table.tex", latex([table]))
     if any(row.failure is None for row in rows):
         save_figure(cost_by_attention([row.to_dict() for row in rows if row.failure is None]), folder / "cost.png")
-    return content
+    return {"steps": [asdict(step) for step in steps], "rows": [row.to_dict() for row in rows]}
 
 
 def measure(steps: Sequence[Step], names: Sequence[str], seconds: float) -> list[Cost]:
