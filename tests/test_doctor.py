@@ -94,7 +94,7 @@ def test_gpus_are_examined_and_verdicts_kept(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_it_runs_without_the_extras() -> None:
-    hidden = "import sys; sys.modules.update(tyro=None, rich=None, transformers=None, triton=None); "
+    hidden = "import sys; sys.modules.update(rich=None, transformers=None, triton=None); "
     program = hidden + "import tra.doctor; print(list(tra.doctor.versions())[0].check)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "tra\n"

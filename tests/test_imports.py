@@ -11,7 +11,7 @@ from tra.errors import how_to_install
 
 
 def test_import_loads_no_optional_dependency() -> None:
-    train = ["accelerate", "tyro", "rich", "matplotlib", "safetensors", "filelock"]
+    train = ["accelerate", "rich", "matplotlib", "safetensors", "filelock"]
     optional = [*train, "datasets", "transformers", "tokenizers", "pyarrow", "triton"]
     program = (
         "import torch, sys\n"
@@ -46,11 +46,10 @@ def command(*words):
     "missing, statement, extra",
     [
         ("transformers", "import tra.hub", "hub"),
-        ("tyro", "import tra.recipes", "train"),
-        ("tyro", "from tra.runs import train", "train"),
+        ("accelerate", "from tra.runs import train", "train"),
         ("matplotlib", "import tra.report", "train"),
         ("tokenizers", "import tra.text", "hub"),
-        ("tyro", "command()", "train"),
+        ("filelock", "command('train', 'flip-flop-small')", "train"),
         ("rich", "command('list')", "train"),
         ("transformers", "command('export', 'a', 'b')", "hub"),
     ],
@@ -66,8 +65,9 @@ def test_what_is_missing_is_named_in_one_line_with_what_brings_it(missing: str, 
         assert lines[-1] == f"ModuleNotFoundError: {said}"
 
 
-def test_the_hub_needs_no_command_line() -> None:
-    assert without("tyro", "import tra.hub").returncode == 0
+def test_names_and_recipes_need_torch_alone() -> None:
+    program = "import tra.recipes; tra.recipes.build_recipe('flip-flop-small'); command('train')"
+    assert "RECIPE or --resume RUN must be given" in without("safetensors", program).stderr
 
 
 ROOT = Path(__file__).parent.parent

@@ -97,7 +97,7 @@ def test_an_unfinished_run_is_measured_and_says_so(
     "arguments, message",
     [
         ("--examples 0", "examples must be at least 1, got 0"),
-        ("--examples many", "--examples must be a whole number, got 'many'"),
+        ("--examples many", "--examples must be a whole number or None, got 'many'"),
         ("--sets iid dens", "got 'dens'; did you mean 'dense'?"),
         ("--sets iid,dens", "got 'dens'; did you mean 'dense'?"),
         ("--lengths 8 x", "--lengths must be a whole number, got 'x'"),

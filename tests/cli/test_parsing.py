@@ -1,12 +1,13 @@
 """How options are written, and one line for each way to get them wrong."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from tests.cli.calling import Captured, fails
-from tra.cli.parsing import Common, format_settings, given_options, option_names, parse, settings
+from tra.cli.parsing import Common, format_settings, help_text, options_of, parse, settings
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,21 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class All:
+    sizes: Sizes = Sizes()
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """How it falls."""
+    rate: float | Literal["usual"] = "usual"
+    mixed: bool = True
+    secret: int = field(default=0, metadata={"hidden": True})
+
+
+@dataclass(frozen=True)
 class Some(Common):
     """Options of every kind."""
 
-    sizes: Sizes = Sizes()
+    place: Path | None = field(default=None, metadata={"positional": "PLACE"})
+    all: dict[str, Any] = field(default_factory=dict, metadata={"flat": All})
     names: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
@@ -65,22 +77,55 @@ def test_settings_can_be_written_and_read_again(values: dict[str, Any]) -> None:
     assert settings(format_settings(values)) == values
 
 
-def test_options_that_are_needed_first_are_found_in_every_spelling() -> None:
-    words = ["word", "--plugin", "a,b", "c", "--seed", "1", "--plugin=d", "other", "--task_options=last=1", "--name"]
-    assert given_options(words) == {
-        "": ["word", "other"],
-        "--plugin": ["a,b", "c", "d"],
-        "--seed": ["1"],
-        "--task-options": ["last=1"],
-        "--name": [],
-    }
-    assert given_options(["--model.options", "a=1"])["--model.attention-options"] == ["a=1"]
+def test_an_option_given_several_times_and_in_several_spellings_is_taken_as_one() -> None:
+    found = parse(
+        Some, ["--names", "a,b", "c", "--number", "1", "--names=d", "--options=a=1", "--options", "b=2"], "some"
+    )
+    assert found.names == ("a", "b", "c", "d")
+    assert found.options == {"a": 1, "b": 2}
+    assert parse(Some, ["--number", "1", "--number=2"], "some").number == 2
+    assert (
+        parse(Some, ["--sizes.learning_rate", "1"], "some").all
+        == parse(Some, ["--sizes.learning-rate", "1.0"], "some").all
+    )
+
+
+def test_of_the_options_of_another_dataclass_those_that_are_given_are_known() -> None:
+    assert parse(Some, [], "some").all == {}
+    words = ["--sizes.width", "4", "--rate", "3", "--no-mixed", "--schedule=constant"]
+    found = parse(Some, words, "some").all
+    assert found == {"sizes.width": 4, "rate": 3.0, "mixed": False, "schedule": "constant"}
+    assert type(found["rate"]) is float
+    assert parse(Some, ["--rate", "usual", "--mixed"], "some").all == {"rate": "usual", "mixed": True}
+
+
+def test_what_is_given_by_its_place_may_stand_between_options() -> None:
+    for words in (["here", "--json"], ["--json", "here"], ["--number", "3", "here", "--no-json", "--json"]):
+        found = parse(Some, words, "some")
+        assert (found.place, found.json) == (Path("here"), True)
+
+
+def test_help_has_every_option_with_its_text_and_default() -> None:
+    shown = help_text(Some, "some", All(Sizes(7), rate=0.25))
+    assert shown.startswith("usage: tra some PLACE [options]")
+    lines = " ".join(shown.split())
+    assert "--schedule cosine|constant How it falls. (default: cosine)" in lines
+    assert "--sizes.width INT (default: 7)" in lines
+    assert "--rate FLOAT|usual (default: 0.25)" in lines
+    assert "--mixed, --no-mixed (default: True)" in lines
+    assert "--plugin [STR ...] Modules, or files" in lines
+    assert "secret" not in lines
+    with pytest.raises(ValueError, match="--secret is no option of tra some"):
+        parse(Some, ["--secret", "3"], "some")
 
 
 def test_the_names_of_options_are_those_that_are_understood() -> None:
-    for name in option_names(Some):
-        given = {"--options": ["a=1"], "--json": [], "--no-json": []}.get(name, ["3"])
-        assert isinstance(parse(Some, [name, *given], "some"), Some)
+    for option in options_of(Some):
+        given = {"--plugin": ["json"], "--options": ["a=1"], "--schedule": ["cosine"]}.get(
+            option.name, [] if option.kind is bool else ["3"]
+        )
+        for name in [] if option.is_positional else option.names:
+            assert isinstance(parse(Some, [name, *given], "some"), Some)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +133,8 @@ def test_the_names_of_options_are_those_that_are_understood() -> None:
     [
         (["--sizes.width", "x"], "--sizes.width must be a whole number, got 'x'"),
         (["--sizes.width", "2.5"], "--sizes.width must be a whole number, got '2.5'"),
-        (["--sizes.learning-rate", "x"], "--sizes.learning-rate must be a number, got 'x'"),
-        (["--number", "x"], "--number must be a whole number, got 'x'"),
+        (["--sizes.learning-rate", "x"], "--sizes.learning-rate must be a finite number, got 'x'"),
+        (["--number", "x"], "--number must be a whole number or None, got 'x'"),
         (["--lengths", "8,x"], "--lengths must be a whole number, got 'x'"),
         (["--options", "theta"], "--options must be NAME=VALUE, got 'theta'"),
         (["--options", "=3"], "--options must be NAME=VALUE, got '=3'"),
@@ -98,16 +143,11 @@ def test_the_names_of_options_are_those_that_are_understood() -> None:
         (["--lengts=3"], "--lengts is no option of tra some; did you mean --lengths?"),
         (["--slr", "3"], "--slr is no option of tra some; did you mean --sizes.learning-rate?"),
         (["--zzz"], "--zzz is no option of tra some; see tra some --help"),
-        (["word"], "tra some does not expect 'word' here; see tra some --help"),
-        (["--number"], "Missing value for argument '--number'"),
+        (["here", "word"], "tra some does not expect 'word' here; see tra some --help"),
+        (["--number"], "--number: expected one argument"),
     ],
 )
-@pytest.mark.parametrize("boxes", [True, False])
-def test_what_is_wrong_is_one_line(
-    arguments: list[str], message: str, boxes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On consoles that show boxes, and on others."""
-    monkeypatch.setattr("tyro._fmtlib._should_use_utf8_drawing_chars", lambda: boxes)
+def test_what_is_wrong_is_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=r".") as error:
         parse(Some, arguments, "some")
     assert str(error.value).startswith(message)

@@ -157,14 +157,20 @@ def test_a_dry_run_trains_nothing(
     "arguments, message",
     [
         ("tabel1", "got 'tabel1'; did you mean 'table1'?"),
+        ("cost", "name must be an experiment, and cost is a benchmark: tra bench --cost"),
         ("nowhere.py", "plugin must be a file that exists, got "),
         ("table1 --shard 3/2", "shard must be i/n with 1 <= i <= n, got 3/2"),
-        ("table1 --shard half", "shard must be i/n with 1 <= i <= n, got 'half'"),
+        ("table1 --shard 0/2", "shard must be i/n with 1 <= i <= n, got 0/2"),
+        ("table1 --shard half", "--shard must be i/n with 1 <= i <= n, got 'half'"),
+        ("table1 --shard 1/2/3", "--shard must be i/n with 1 <= i <= n, got '1/2/3'"),
         ("table1 --seeds 0", "seeds must be at least 1, got 0"),
         ("table1 --jobs 0", "jobs must be at least 1, got 0"),
         ("table1 --scale smal", "got 'smal'; did you mean 'small'?"),
         ("table1 --attention tro", "attention must be one of "),
-        ("table1 --figures gif", "figures must be one of "),
+        ("figure1 --attention tra,rop", "got 'rop'; did you mean 'rope'?"),
+        ("table1 --figures pgn", "figures must be one of pdf, png, svg, got 'pgn'; did you mean 'png'?"),
+        ("table1 --style ggplott", "style must be a style sheet of matplotlib, got 'ggplott'"),
+        ("table1 --cluster slrm", "cluster must be one of local, slurm, got 'slrm'; did you mean 'slurm'?"),
         ("table1 --cluster-options partition", "--cluster-options must be NAME=VALUE, got 'partition'"),
         ("table1 --dry", "--dry is no option of tra reproduce; did you mean --dry-run?"),
     ],
@@ -174,7 +180,7 @@ def test_a_wrong_argument_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in fails(["reproduce", *arguments.split()], capsys)
-    assert not list(tmp_path.rglob("recipe.json"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_without_an_experiment_is_refused(tmp_path: Path, capsys: Captured) -> None:

@@ -19,12 +19,12 @@ from tra.cli.generate import Generate
 from tra.cli.inspect import Inspect
 from tra.cli.list import List
 from tra.cli.reproduce import Reproduce
-from tra.cli.train import Resume, Train
+from tra.cli.train import Train
 from tra.recipes import RECIPES
 
 KINDS: dict[str, tuple[type, list[str]]] = {
     "train": (Train, ["train", "flip-flop-small"]),
-    "resume": (Resume, ["train", "--resume", "RUN"]),
+    "resume": (Train, ["train", "--resume", "RUN"]),
     "evaluate": (Evaluate, ["evaluate", "RUN", "--examples", "1"]),
     "inspect": (Inspect, ["inspect", "RUN"]),
     "export": (Export, ["export", "RUN"]),
@@ -43,7 +43,6 @@ def _without_the_work(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setitem(RECIPES, "flip-flop-small", tiny)
         patch.setattr("tra.runs.train", lambda *_, **__: None)
         patch.setattr("tra.bench.run_benchmarks", lambda *_: {})
-        patch.setattr("tra.bench.cost.run_cost_benchmark", lambda *_: {})
         for work in ("perform", "plan"):
             patch.setattr(f"tra.experiments.Experiment.{work}", _performed)
         patch.chdir(tmp_path_factory.mktemp("lines"))

@@ -4,10 +4,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
 
-from tra.cli.parsing import given_options, listed
 from tra.errors import RunError, not_installed
 from tra.lookup import lookup
 from tra.version import __version__
@@ -42,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _check_encoding(arguments)
         lookup(COMMANDS, arguments[0], "command")
-        load_plugins(listed(given_options(arguments).get("--plugin", ())))
         # Each imports what it needs itself: a misspelt command should not wait for the training stack.
         return importlib.import_module(f"tra.cli.{arguments[0]}").run(arguments[1:])
     except ValueError as error:
@@ -79,20 +75,6 @@ def _is_lack_of_memory(error: Exception) -> bool:
     """PyTorch has a class for it on accelerators, but not on the CPU."""
     said = ("allocate memory", "out of memory", "size calculation overflowed")
     return isinstance(error, MemoryError) or any(words in str(error) for words in said)
-
-
-def load_plugins(names: Sequence[str]) -> None:
-    """Load what --plugin names; a module may lie in the current folder."""
-    from tra import plugins
-
-    if names:
-        plugins.add_folder(str(Path.cwd()))
-    for name in names:
-        try:
-            plugins.load(name)
-        except ValueError as error:
-            swallowed = name != names[0] and not name.endswith(".py")
-            raise ValueError(f"{error}; what is no plug-in goes before --plugin" if swallowed else error) from error
 
 
 def is_first_process() -> bool:

@@ -1,10 +1,8 @@
 """`tra adopt`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from tra.cli.parsing import Common, on_console, parse
 
@@ -14,10 +12,10 @@ class Adopt(Common):
     """Put TRA into a pretrained model of Hugging Face: its attention becomes TRA, its weights stay. With --heal it is
     then trained on text."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: str = field(metadata={"positional": "MODEL"})
     """Folder or name of a Llama, Qwen, Mistral, Gemma, SmolLM3, Phi, GPT-2, GPT-NeoX, OLMo or Cohere; with --heal it
     may be adopted already."""
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Path = field(metadata={"positional": "FOLDER"})
     """Folder to write, which must not exist yet."""
     layers: tuple[int, ...] = ()
     """Layers that become TRA, from 0; all by default."""

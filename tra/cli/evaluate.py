@@ -4,9 +4,7 @@ import json
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from tra.cli.parsing import Common, on_console, parse
 
@@ -18,7 +16,7 @@ class Evaluate(Common):
     On the recipe's own sets, what is found is stored with the run.
     """
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata={"positional": "RUN"})
     """Run: its folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
     sets: tuple[str, ...] = ()
     """Names of evaluation sets; those of the recipe by default."""

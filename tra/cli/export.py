@@ -1,10 +1,7 @@
 """`tra export`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from tra.cli.parsing import Common, parse
 
@@ -13,9 +10,9 @@ from tra.cli.parsing import Common, parse
 class Export(Common):
     """Write a run as a folder that transformers loads: safetensors, config, tokenizer, model card."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata={"positional": "RUN"})
     """Run: its folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Path = field(metadata={"positional": "FOLDER"})
     """Folder to write, which must not exist yet."""
     auto_map: bool = True
     """Let tools find this package by `trust_remote_code=True`: adds a file that imports it."""

@@ -2,11 +2,8 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from tra.cli.parsing import Common, parse
 from tra.cli.texts import or_file
@@ -20,7 +17,7 @@ MOST_BEAMS = 1024
 class Generate(Common):
     """Continue a prompt, printing text as it comes and then the speed."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata={"positional": "RUN"})
     """Run on text (its folder, FOLDER@best or pretrained:NAME), or a folder that tra export wrote."""
     prompt: str
     """The text to continue, or @FILE to read it from a file (a text that begins with @ has @@); it may be longer than

@@ -1,11 +1,8 @@
 """`tra inspect`."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from tra.cli.parsing import Common, parse
 from tra.cli.texts import or_file
@@ -18,7 +15,7 @@ class Inspect(Common):
     """Draw a run's attention on one sequence, white where it is exactly null, and summarise every head; or make a page
     of it to look around in."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Path = field(metadata={"positional": "RUN"})
     """Run: its folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
     text: str | None = None
     """What a run on text is to read, or @FILE; without it, and for other runs, it is a sequence of their task."""

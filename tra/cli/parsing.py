@@ -1,17 +1,30 @@
-"""Options as every command has them: parsed by tyro from a dataclass, with one clear line for what is wrong."""
+"""Options as every command has them: the fields of a dataclass, with one clear line for what is wrong.
 
+A field's metadata says what is special about it: ``{"positional": "RUN"}`` has no name on the command line,
+``{"option": "output"}`` another one, ``{"hidden": True}`` none at all, and ``{"flat": Recipe}`` holds the options of
+another dataclass: an object of it, or a dict of those that were given.
+"""
+
+import argparse
+import ast
 import difflib
-import io
+import inspect
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-import tyro
-
+from tra import plugins
 from tra.progress import shown
+from tra.signatures import format_value, mismatch
 
 Options = TypeVar("Options")
 
@@ -38,29 +51,194 @@ class Common:
         return ["--plugin", *self.plugin] if self.plugin else []
 
 
-def parse(kind: type[Options], arguments: Sequence[str], command: str, default: Options | None = None) -> Options:
-    """A command's options, or a ValueError with one line that says what is wrong and what may have been meant."""
-    arguments = [_without_alias(argument) for argument in arguments]
-    wrong = io.StringIO()
-    try:
-        with redirect_stderr(wrong):
-            found, unknown = tyro.cli(
-                kind,
-                args=arguments,
-                prog=f"tra {command}",
-                default=tyro.MISSING_NONPROP if default is None else default,
-                return_unknown_args=True,
-                registry=_registry(),
-            )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise ValueError(_one_line(wrong.getvalue(), command)) from None
-    if unknown:
-        raise ValueError(_unknown(unknown[0], kind, command))
-    if isinstance(found, Common) and found.threads is not None:
-        _set_threads(found.threads)
+@dataclass(frozen=True)
+class Option:
+    """A field as the command line has it."""
+
+    name: str
+    """With hyphens, or how one that is given by its place is shown."""
+    key: str
+    """The field, after those of the dataclasses around it: ``model.width``."""
+    kind: Any
+    owner: type
+    entry: "Field[Any]"
+
+    @property
+    def is_positional(self) -> bool:
+        return "positional" in self.entry.metadata
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.kind) in (tuple, dict)
+
+    @property
+    def names(self) -> list[str]:
+        before, dot, last = self.name[2:].rpartition(".")
+        return [self.name, f"--{before}{dot}no-{last}"] if self.kind is bool else [self.name]
+
+    def converted(self, given: Any) -> Any:
+        """The value of the field for the words that were given, or for a switch."""
+        try:
+            if get_origin(self.kind) is dict:
+                return settings(given)
+            if self.is_list:
+                return tuple(_converted(text, get_args(self.kind)[0]) for text in listed(given))
+            return given if isinstance(given, bool) else _converted(given, self.kind)
+        except ValueError as error:
+            raise ValueError(f"{self.name} {error}") from None
+
+
+def options_of(kind: Any, prefix: str = "") -> list[Option]:
+    """The options of a dataclass; those of one within it begin with the name of its field."""
+    found: list[Option] = []
+    hints = get_type_hints(kind)
+    for entry in fields(kind):
+        if "flat" in entry.metadata:
+            found += options_of(entry.metadata["flat"])
+        elif is_dataclass(hints[entry.name]):
+            found += options_of(hints[entry.name], f"{prefix}{entry.name}.")
+        elif "hidden" not in entry.metadata:
+            name = f"--{prefix}{entry.metadata.get('option', entry.name)}".replace("_", "-")
+            shown_as = entry.metadata.get("positional", name)
+            found.append(Option(shown_as, prefix + entry.name, hints[entry.name], kind, entry))
     return found
+
+
+def parse(
+    kind: type[Options],
+    arguments: Sequence[str],
+    command: str,
+    help_of: Callable[[Mapping[str, Any]], str] | None = None,
+) -> Options:
+    """A command's options, or a ValueError with one line that says what is wrong and what may have been meant.
+
+    Plug-ins are loaded on the way. With --help, what ``help_of`` makes of the other values is printed, by default what
+    the dataclass and its fields say.
+    """
+    given = _given(kind, arguments, command)
+    load_plugins(given.get("plugin", ()))
+    if given.pop("help", False):
+        print(help_text(kind, command) if help_of is None else help_of(given), end="")
+        raise SystemExit(0)
+    if "threads" in given:
+        _set_threads(given["threads"])
+    values: dict[str, Any] = {}
+    for entry in fields(kind):  # type: ignore[arg-type]
+        inner = entry.metadata.get("flat")
+        if inner is not None:
+            own = {option.key: given[option.key] for option in options_of(inner) if option.key in given}
+            values[entry.name] = own if entry.default_factory is dict else inner(**own)
+        elif entry.name in given:
+            values[entry.name] = given[entry.name]
+        elif entry.default is entry.default_factory is MISSING:
+            name = next(option.name for option in options_of(kind) if option.key == entry.name)
+            raise ValueError(f"{name} must be given; see tra {command} --help")
+    return kind(**values)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+class _Switch(argparse.Action):
+    """--name and --no-name."""
+
+    def __call__(self, _: Any, namespace: Any, __: Any, name: str | None = None) -> None:
+        setattr(namespace, self.dest, name == self.option_strings[0])
+
+
+def _parser(
+    options: Sequence[Option], help_of: Callable[[Option], str] = str, usage: str = "", text: str = ""
+) -> _Parser:
+    parser = _Parser(
+        usage=usage, description=text, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this")
+    for option in options:
+        how: dict[str, Any] = {} if option.is_positional else {"dest": option.key}
+        if option.kind is bool:
+            how |= {"action": _Switch, "nargs": 0}
+        else:
+            how |= {"metavar": _metavar(option.kind), **({"nargs": "*", "action": "extend"} if option.is_list else {})}
+        parser.add_argument(*option.names, help=help_of(option).replace("%", "%%"), **how)
+    return parser
+
+
+def _given(kind: type, arguments: Sequence[str], command: str) -> dict[str, Any]:
+    """The values that are given, by the keys of their options."""
+    options = options_of(kind)
+    named = [option for option in options if not option.is_positional]
+    by_place = [option for option in options if option.is_positional]
+    found, words = _parser(named).parse_known_args([_without_alias(argument) for argument in arguments])
+    given = vars(found)
+    given |= {option.key: option.converted(given[option.key]) for option in named if option.key in given}
+    for place, word in enumerate(words):
+        if word.startswith("-"):
+            raise ValueError(_unknown(word, kind, command))
+        if place >= len(by_place):
+            raise ValueError(f"tra {command} does not expect {word!r} here; see tra {command} --help")
+        given[by_place[place].key] = by_place[place].converted(word)
+    return given
+
+
+def help_text(kind: type, command: str, usual: Any = None) -> str:
+    """What --help says: what stands in the dataclass, and defaults; those of options of another dataclass are the
+    values of ``usual``, where that is given."""
+
+    def about(option: Option) -> str:
+        if usual is not None and option.owner is not kind:
+            default = attrgetter(option.key)(usual)
+        else:
+            default = option.entry.default if option.entry.default_factory is MISSING else ()
+        words = [_documented(option.owner).get(option.entry.name, "")]
+        if default not in (MISSING, None, (), {}, ""):
+            values = format_settings(default) if isinstance(default, Mapping) else default
+            words.append(f"(default: {' '.join(map(str, values)) if option.is_list else format_value(values)})")
+        return " ".join(filter(None, words))
+
+    options = options_of(kind)
+    places = [option.name for option in options if option.is_positional]
+    usage = " ".join(["tra", command, *places, "[options]"])
+    return _parser(options, about, usage, inspect.getdoc(kind) or "").format_help()
+
+
+@cache
+def _documented(kind: type) -> dict[str, str]:
+    """What stands below each field of a dataclass."""
+    found = {}
+    for part in filter(is_dataclass, reversed(kind.__mro__)):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+        assert isinstance(tree, ast.ClassDef)
+        for entry, below in itertools.pairwise(tree.body):
+            if isinstance(entry, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[ast.unparse(entry.target)] = " ".join(ast.literal_eval(below.value).split())
+    return found
+
+
+def _metavar(kind: Any) -> str:
+    """How a value is shown: PATH, INT, or the words that there are."""
+    if get_origin(kind) is dict:
+        return "NAME=VALUE"
+    if get_origin(kind) is tuple:
+        return _metavar(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    if get_args(kind):
+        return "|".join(_metavar(part) for part in get_args(kind) if part is not NoneType)
+    return getattr(kind, "metavar", kind.__name__.upper())
+
+
+def load_plugins(names: Sequence[str]) -> None:
+    """Load what --plugin names; a module may lie in the current folder."""
+    if names:
+        plugins.add_folder(str(Path.cwd()))
+    for name in names:
+        try:
+            plugins.load(name)
+        except ValueError as error:
+            swallowed = name != names[0] and not name.endswith(".py")
+            raise ValueError(f"{error}; what is no plug-in goes before --plugin" if swallowed else error) from error
 
 
 def _set_threads(threads: int) -> None:
@@ -79,29 +257,6 @@ def on_console(quiet: bool = False) -> AbstractContextManager[None]:
 def listed(values: Sequence[str]) -> tuple[str, ...]:
     """A list as it may be written everywhere: with spaces or commas between its entries."""
     return tuple(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
-
-
-def given_options(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """The options that are given and their values, by their full names; words that belong to none are under "".
-
-    Some must be known before the others can be understood: plug-ins bring names, a mechanism has options.
-
-    Example:
-        >>> given_options(["flip-flop", "--model.options", "a=1", "b=2", "--seed=3"])
-        {'': ['flip-flop'], '--model.attention-options': ['a=1', 'b=2'], '--seed': ['3']}
-    """
-    given: dict[str, list[str]] = {"": []}
-    name = ""
-    for argument in map(_without_alias, arguments):
-        if argument.startswith("-"):
-            name, equals, value = argument.partition("=")
-            given.setdefault(name, [])
-            if equals:
-                given[name].append(value)
-                name = ""
-        else:
-            given[name].append(argument)
-    return given
 
 
 def settings(texts: Sequence[str]) -> dict[str, Any]:
@@ -145,73 +300,18 @@ def format_settings(values: Mapping[str, Any]) -> list[str]:
     return [f"{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in values.items()]
 
 
-def _registry() -> tyro.constructors.ConstructorRegistry:
-    """How values are read that tyro reads in another way, or refuses in words that say less."""
-    registry = tyro.constructors.ConstructorRegistry()
-    spec = tyro.constructors.PrimitiveConstructorSpec
-
-    @registry.primitive_rule
-    def options(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        if info.type_origin is not dict and info.type is not dict:
-            return None
-        return spec("*", "[NAME=VALUE ...]", settings, lambda value: isinstance(value, dict), format_settings)
-
-    @registry.primitive_rule
-    def lists(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        of = get_args(info.type)
-        if info.type_origin is not tuple or len(of) != 2 or of[1] is not ... or of[0] not in (int, str):
-            return None
-        one = _whole_number if of[0] is int else str
-        return spec(
-            "*",
-            "[INT ...]" if of[0] is int else "[STR ...]",
-            lambda texts: tuple(one(text) for text in listed(texts)),
-            lambda value: isinstance(value, tuple),
-            lambda values: [str(value) for value in values],
-        )
-
-    @registry.primitive_rule
-    def with_a_text(
-        info: tyro.constructors.PrimitiveTypeInfo,
-    ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        """Of types that say themselves how they are written: a shard, 2/3."""
-        kind: Any = info.type
-        if not hasattr(kind, "from_text"):
-            return None
-        return spec(1, "I/N", lambda texts: kind.from_text(texts[0]), lambda value: isinstance(value, kind), _words)
-
-    @registry.primitive_rule
-    def numbers(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-        if info.type not in (int, float):
-            return None
-        is_int = info.type is int
-        return spec(
-            1,
-            "INT" if is_int else "FLOAT",
-            lambda texts: _whole_number(texts[0]) if is_int else _number(texts[0]),
-            lambda value: isinstance(value, int) or (not is_int and isinstance(value, float)),
-            _words,
-        )
-
-    return registry
-
-
-def _words(value: object) -> list[str]:
-    return [str(value)]
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"must be a whole number, got {text!r}") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"must be a number, got {text!r}") from None
+def _converted(text: str, kind: Any) -> Any:
+    """A word as the first type that an annotation allows."""
+    if hasattr(kind, "from_text"):
+        return kind.from_text(text)
+    for make in (float, int, {"None": None, "True": True, "False": False}.__getitem__, str, Path):
+        try:
+            value = make(text)
+        except (ValueError, KeyError):
+            continue
+        if mismatch(value, kind) is None:
+            return value
+    raise ValueError(f"must be {mismatch(text, kind)}")
 
 
 def _without_alias(argument: str) -> str:
@@ -220,54 +320,12 @@ def _without_alias(argument: str) -> str:
     return ALIASES.get(name, name) + equals + value
 
 
-def _one_line(box: str, command: str) -> str:
-    """What tyro says in a box, without the box and without its hints."""
-    said: list[str] | None = None
-    for line in box.splitlines():
-        text = line.strip().strip("│").strip()
-        if re.match(r"[╭╰─]|-{3,}$", text):  # a console that cannot show the box has lines of hyphens
-            if said is not None:
-                break
-            said = []
-        elif said is not None and text:
-            said.append(text)
-    text = " ".join(said or []) or "the arguments could not be understood"
-    if missing := re.match(r"Missing from .*?: (\S+)", text):
-        return f"{missing[1]} must be given; see tra {command} --help"
-    if choice := re.match(r"invalid choice (\S+) for argument '(\S+)'. Expected one of \((.*?),?\)", text):
-        return f"{choice[2]} must be one of {choice[3]}, got {choice[1]}"
-    text = re.sub(r"^Error parsing (--\S+): (no type matching .*)?must be", r"\1 must be", text)
-    return re.sub(r"^Error parsing (recipe|request)[.\w]*: ", "", text)  # what these say themselves names the argument
-
-
 def _unknown(argument: str, kind: type, command: str) -> str:
-    if not argument.startswith("-"):
-        return f"tra {command} does not expect {argument!r} here; see tra {command} --help"
     name = argument.partition("=")[0]
-    known = option_names(kind)
+    known = [*(name for option in options_of(kind) if not option.is_positional for name in option.names), *ALIASES]
     near = _abbreviated(name, known) or difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; see tra {command} --help"
     return f"{name} is no option of tra {command}{hint}"
-
-
-def option_names(kind: Any, prefix: str = "") -> list[str]:
-    """The options that tyro makes of a dataclass."""
-    found: list[str] = []
-    hints = get_type_hints(kind, include_extras=True)
-    for entry in fields(kind):
-        hint = hints[entry.name]
-        marks = getattr(hint, "__metadata__", ())
-        if tyro.conf.Suppress in marks:
-            continue
-        bare = get_args(hint)[0] if get_args(hint) and hasattr(hint, "__metadata__") else hint
-        if is_dataclass(bare):
-            flat = any(getattr(mark, "name", None) == "" for mark in marks)
-            found += option_names(bare, prefix if flat else f"{prefix}{entry.name}.")
-        else:
-            named = [mark.name for mark in marks if getattr(mark, "name", None)]
-            name = (named or [entry.name])[0].replace("_", "-")
-            found += [f"--{prefix}{name}", f"--{prefix}no-{name}"] if bare is bool else [f"--{prefix}{name}"]
-    return [*found, *(alias for alias, name in ALIASES.items() if name in found)]
 
 
 def _abbreviated(name: str, known: Sequence[str]) -> list[str]:

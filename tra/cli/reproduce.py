@@ -3,11 +3,8 @@
 import json
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from tra.cli.parsing import Common, on_console, parse
 from tra.errors import Interrupted
@@ -22,10 +19,10 @@ class Reproduce(Common):
     Finished runs are skipped and interrupted ones go on where they were, so the same command can be given again.
     """
 
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
+    name: str = field(metadata={"positional": "NAME|FILE"})
     """table1, figure1, figure2, figure3, norms, aids, learned, longer, steps, passkey, demo, or the path of a file that
     defines an Experiment called experiment."""
-    request: Annotated[Request, tyro.conf.arg(name="")]
+    request: Request = field(metadata={"flat": Request})
     dry_run: bool = False
     """Only print the runs, their parameters and tokens, and the time, estimated from a few measured steps."""
     json: bool = False

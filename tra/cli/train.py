@@ -1,20 +1,20 @@
 """`tra train`."""
 
 import shlex
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from tra import plugins
 from tra.cli import is_first_process
 from tra.cli.list import outline
-from tra.cli.parsing import Common, given_options, on_console, option_names, parse, settings
+from tra.cli.parsing import Common, help_text, on_console, options_of, parse
 from tra.errors import Interrupted
 from tra.progress import say
 from tra.recipes import RECIPES, Recipe, build_recipe
-from tra.tasks import TASKS, task_options
+from tra.tasks import TASKS, build_task, task_options
 
 USAGE = """usage: tra train RECIPE [options]
        tra train --resume RUN [--steps N]
@@ -41,22 +41,21 @@ recipes:
 """
 
 
-@dataclass(frozen=True)
-class Draft(Recipe):
-    """A recipe while options change it, which is checked when it is whole."""
-
-    def __post_init__(self) -> None:
-        pass
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> "Draft":
-        return cls(**_values(recipe))
-
-
 @dataclass(frozen=True, kw_only=True)
-class Settings(Common):
-    """What can be said of a run whether it begins or goes on."""
+class Train(Common):
+    """Train a recipe, measure it and store what was found. Options override what the recipe says.
 
+    --model.options is short for --model.attention-options.
+    """
+
+    recipe: str | None = field(default=None, metadata={"positional": "RECIPE"})
+    """What to train."""
+    changes: dict[str, Any] = field(default_factory=dict, metadata={"flat": Recipe})
+    """What the run has in place of what the recipe says."""
+    output: Path | None = None
+    """Run folder; by default runs/RECIPE-ATTENTION-SEED, with what differs from the recipe in its name."""
+    resume: Path | None = None
+    """Go on with the run in this folder, with --steps to so many in all; in place of RECIPE."""
     track: tuple[str, ...] = ()
     """Trackers to tell the metrics too, whichever accelerate knows: tensorboard, wandb, trackio, ..."""
     measure: bool = True
@@ -67,43 +66,17 @@ class Settings(Common):
     """On a CPU, let the allocator keep freed memory for the next step."""
 
 
-@dataclass(frozen=True)
-class Train(Settings):
-    """Train a recipe, measure it and store what was found. Options override what the recipe says.
-
-    --model.options is short for --model.attention-options.
-    """
-
-    recipe: Annotated[Draft, tyro.conf.arg(name="")]
-    output: Path | None = None
-    """Run folder; by default runs/RECIPE-ATTENTION-SEED, with what differs from the recipe in its name."""
-
-
-@dataclass(frozen=True)
-class Resume(Settings):
-    """Go on with an interrupted run."""
-
-    resume: Path
-    """The run folder."""
-    steps: int | None = None
-    """Extend the run to so many steps in all, exactly as if it had been planned so."""
-
-
 def run(arguments: list[str]) -> int:
-    given = given_options(arguments)
-    recipes = plugins.every("RECIPES", RECIPES)
-    options: Train | Resume
-    if arguments and not arguments[0].startswith("-"):
-        options, recipe, usual = _recipe(arguments[0], arguments[1:], given)
+    options = parse(Train, arguments, "train", _help)
+    if options.resume is not None:
+        recipe, folder = _resumed(options, options.resume), options.resume
+    elif options.recipe is not None:
+        usual = build_recipe(options.recipe, options.changes.get("model.attention"))
+        recipe = usual.changed(_changes(usual, options.changes))
         folder = options.output or Path("runs") / recipe.folder_name(usual)
-    elif "--resume" in given:
-        options, recipe = _resume(arguments, given)
-        folder = options.resume
-    elif {"-h", "--help"} & given.keys():
-        print(USAGE + "\n".join(f"  {name:<22} {outline(make)}" for name, make in recipes.items()))
-        return 0
     else:
-        raise ValueError(f"recipe, before all options, or --resume RUN must be given; recipes: {', '.join(recipes)}")
+        known = ", ".join(plugins.every("RECIPES", RECIPES))
+        raise ValueError(f"RECIPE or --resume RUN must be given; recipes: {known}")
 
     from tra.runs import train
     from tra.runs.memory import reuse_memory
@@ -116,7 +89,7 @@ def run(arguments: list[str]) -> int:
                 recipe,
                 folder,
                 track=options.track,
-                resume=isinstance(options, Resume),
+                resume=options.resume is not None,
                 measure=options.measure,
                 context_parallel=options.context_parallel,
             )
@@ -130,41 +103,40 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _recipe(name: str, arguments: list[str], given: dict[str, list[str]]) -> tuple[Train, Recipe, Recipe]:
-    """The options of a command, the recipe as they change it, and the recipe itself."""
-    mechanisms = given.get("--model.attention", [])
-    usual = build_recipe(name, mechanisms[-1] if mechanisms else None)
-    options = parse(Train, arguments, f"train {name}", Train(recipe=Draft.of(usual)))
-    changed = options.recipe
-    own_task, own_mechanism = (
-        settings(given.get(option, ())) for option in ("--task-options", "--model.attention-options")
-    )
-    changed = replace(
-        changed,
-        model=replace(changed.model, attention_options={**usual.model.attention_options, **own_mechanism}),
-        task_options={**_kept_options(usual, changed.task), **own_task},
-    )
-    return options, Recipe(**{**_values(changed), "evaluations": changed.rescaled_evaluations(usual)}), usual
+def _help(given: Mapping[str, Any]) -> str:
+    if given.get("recipe") is not None:
+        return help_text(Train, "train", build_recipe(given["recipe"], given.get("model.attention")))
+    recipes = plugins.every("RECIPES", RECIPES)
+    return USAGE + "".join(f"  {name:<22} {outline(make)}\n" for name, make in recipes.items())
 
 
-def _values(recipe: Recipe) -> dict[str, Any]:
-    return {entry.name: getattr(recipe, entry.name) for entry in fields(Recipe)}
+def _changes(usual: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, with the options of the task and mechanism that the recipe has besides, and its evaluations at as
+    many times the training length."""
+    name = given.get("task", usual.task)
+    known = task_options(plugins.find("TASKS", TASKS, name, "task"))
+    kept = {option: value for option, value in usual.task_options.items() if name == usual.task or option in known}
+    of_task = {**kept, **given.get("task_options", {})}
+    task, factor = build_task(name, of_task), Fraction(given.get("length", usual.length), usual.length)
+    return {
+        **given,
+        "task_options": of_task,
+        "model.attention_options": {**usual.model.attention_options, **given.get("model.attention_options", {})},
+        "evaluations": tuple(task.rescaled(entry, factor) for entry in usual.evaluations),
+    }
 
 
-def _kept_options(usual: Recipe, task: str) -> dict[str, Any]:
-    """The recipe's task options, of which another task keeps those that it has too."""
-    known = task_options(plugins.find("TASKS", TASKS, task, "task"))
-    return {name: value for name, value in usual.task_options.items() if task == usual.task or name in known}
-
-
-def _resume(arguments: list[str], given: dict[str, list[str]]) -> tuple[Resume, Recipe]:
-    for name in given:
-        if name in option_names(Train) and name not in option_names(Resume):
+def _resumed(options: Train, folder: Path) -> Recipe:
+    """The recipe of the run to go on with, extended where more steps are given."""
+    own = {"recipe": options.recipe, "output": options.output}
+    given = {**options.changes, **{key: value for key, value in own.items() if value is not None}}
+    steps = given.pop("steps", None)
+    for option in options_of(Train):
+        if option.key in given:
             raise ValueError(
-                f"{name} must not be given with --resume: a run goes on as it began; train another elsewhere"
+                f"{option.name} must not be given with --resume: a run goes on as it began; train another elsewhere"
             )
-    options = parse(Resume, arguments, "train")
     from tra.runs import load_run
 
-    recipe = load_run(options.resume).recipe
-    return options, recipe if options.steps is None else recipe.extended(options.steps)
+    recipe = load_run(folder).recipe
+    return recipe if steps is None else recipe.extended(steps)

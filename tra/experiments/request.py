@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import tyro
+from typing import Any, NamedTuple
 
 from tra.experiments.cells import file_name
 from tra.experiments.rows import settings_words
@@ -38,7 +36,7 @@ CLUSTERS = ("slurm", "local")
 class Request:
     """What is asked of an experiment, besides what it says itself. The command has an option for each field."""
 
-    folder: Annotated[Path | None, tyro.conf.arg(name="output")] = None
+    folder: Path | None = field(default=None, metadata={"option": "output"})
     """Folder to work in; runs/NAME-SCALE by default, with what --set and --steps change."""
     scale: str | None = None
     """smoke (seconds), small (two cores, hours) or paper (GPUs), or whatever scales a file has; small by default."""
@@ -69,7 +67,7 @@ class Request:
     """Run every run as a job, through submitit: slurm, or local to try it."""
     cluster_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of the cluster, e.g. partition=gpu,gpus_per_node=1,timeout_min=600."""
-    command: Annotated[str, tyro.conf.Suppress] = ""
+    command: str = field(default="", metadata={"hidden": True})
     """What to write down as the way to repeat it."""
 
     def __post_init__(self) -> None:

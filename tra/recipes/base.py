@@ -6,20 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from tra import plugins
 from tra.attention.naming import plugins_of
-from tra.errors import not_installed
 from tra.lookup import lookup
 from tra.model import DecoderConfig
 from tra.signatures import LONGEST, MOST, among, check_count, check_types, format_value
 from tra.tasks import Evaluation, Task, build_task
-
-try:
-    import tyro
-except ModuleNotFoundError as error:  # the first that is missed by whoever has torch alone
-    raise not_installed(error) from None
 
 COUNTS = (
     "steps",
@@ -85,7 +79,7 @@ class Recipe:
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
-    evaluations: Annotated[tuple[Evaluation, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
+    evaluations: tuple[Evaluation, ...] = field(default=(), metadata={"hidden": True})
     """Measured after the last step."""
     validate_every: int | None = None
     """Measure the validation sets every so many steps and after the last one, and keep the best checkpoint."""
