@@ -1,6 +1,7 @@
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,9 @@ def write_small_texts(place: Path, patch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_explorers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of attention, a second each, are made where reports are tested and nowhere else."""
+def _no_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of attention take a second each, and a report that is kept up to date draws from the generator that runs in
+    this process draw from: both are made where reports are tested and nowhere else."""
     if not request.module.__name__.endswith("test_report"):
-        monkeypatch.setattr("tra.experiments.perform.write_explorers", lambda cells: None)
+        monkeypatch.setattr(REPRODUCE, "write_explorers", lambda cells: None)
+        monkeypatch.setattr(REPRODUCE, "live_report", lambda *_: nullcontext())

@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.experiments.conftest import REPRODUCE
 from tests.experiments.small import content_of, smoke
 from tra.cli import main
-from tra.errors import Interrupted
 
 STEPS = 500
 LONGER = f"""
@@ -190,17 +188,3 @@ def terminated(runs: Sequence[Path]) -> Iterator[None]:
     finally:
         watch.join()
         signal.signal(signal.SIGTERM, before)
-
-
-def test_the_command_to_go_on_with_can_be_pasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise Interrupted("stopped")
-
-    monkeypatch.setattr(REPRODUCE, "run_all", interrupted)
-    command = smoke("figure1", tmp_path / "my runs")
-    assert main(command) == 130
-    err = capsys.readouterr().err
-    assert err.startswith("tra: stopped by: tra reproduce ")
-    assert shlex.split(err.removeprefix("tra: stopped by: ")) == ["tra", *command]

@@ -184,50 +184,6 @@ def test_nothing_finished_is_said_with_the_reason(
     assert f"no run in {tmp_path} is finished: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["table2"], "table1, got 'table2'; did you mean 'table1'?"),
-        (["figure2", "--attention", "tra,sinusoid"], "got 'sinusoid'; did you mean 'sinusoidal'?"),
-        (["table1", "--scale", "smal"], "scale must be one of paper, small, smoke, got 'smal'; did you mean 'small'?"),
-        (["cost"], "name must be an experiment, and cost is a benchmark: tra bench --cost"),
-        (["figure1", "--attention", "tra,rop"], "got 'rop'; did you mean 'rope'?"),
-        (["table1", "--seeds", "0"], "seeds must be at least 1, got 0"),
-        (["table1", "--jobs", "0"], "jobs must be at least 1, got 0"),
-        (["table1", "--shard", "0/2"], "shard must be i/n with 1 <= i <= n, got 0/2"),
-        (["table1", "--shard", "3/2"], "shard must be i/n with 1 <= i <= n, got 3/2"),
-        (["table1", "--shard", "x"], "shard must be i/n with 1 <= i <= n, got 'x'"),
-        (["table1", "--shard", "1/2/3"], "shard must be i/n with 1 <= i <= n, got '1/2/3'"),
-        (["figure1", "--figures", "pgn"], "figures must be one of pdf, png, svg, got 'pgn'; did you mean 'png'?"),
-        (["figure1", "--style", "ggplott"], "style must be a style sheet of matplotlib, got 'ggplott'"),
-        (["figure1", "--cluster", "slrm"], "cluster must be one of local, slurm, got 'slrm'; did you mean 'slurm'?"),
-        (["mine.py"], "mine.py"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_argument_exits_with_two_and_leaves_no_folder(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("tra: error: ")
-    assert message in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_output_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "out").write_text("mine")
-    assert main(smoke("figure1", tmp_path / "out")) == 2
-    assert f"output must be a folder, but {tmp_path / 'out'} is a file" in capsys.readouterr().err
-    assert (tmp_path / "out").read_text() == "mine"
-
-
 def test_a_folder_called_tra_where_one_works_is_not_taken_for_the_package(tmp_path: Path) -> None:
     (tmp_path / "tra").mkdir()
     (tmp_path / "tra" / "__init__.py").write_text("raise ImportError('the wrong package')")

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def chosen(experiment: Experiment, found: Mapping[Cell, list[Result]]) -> dict[t
     grid = grid_of(experiment)
     search = Search(grid)
     search.next()
-    search.tell(tuning_losses(found))
+    search.tell(tuning_losses(found)[0])
     evidence = search.evidence()
     return {place: evidence[grid.tuned_on(place)].chosen for place in grid.places}
 
@@ -76,7 +76,7 @@ def test_the_lowest_loss_within_the_training_length_is_chosen_whatever_lies_past
             ("flip_flop", "tra", 2e-2, 101): (0.6, 0.1),
         },
     )
-    losses = {one.label: one.loss for one in tuning_losses(found)[Place("flip_flop", "tra")]}
+    losses = {one.label: one.loss for one in tuning_losses(found)[0][Place("flip_flop", "tra")]}
     assert losses == pytest.approx({"learning_rate=0.001": 0.6, "learning_rate=0.02": 0.65})
     assert chosen(experiment, found) == {("flip_flop", "tra"): {"learning_rate": 1e-3}}
 
@@ -205,7 +205,7 @@ def test_a_second_choice_is_one_that_differs_by_less_than_seeds_do(
 
 
 def test_the_table_of_tuning_has_the_lowest_loss_of_each_row_bold() -> None:
-    table = tuning_table(tuning_losses(measured(TWO, AT))).markdown()
+    table = tuning_table(tuning_losses(measured(TWO, AT))[0]).markdown()
     assert table.splitlines()[4:] == [
         "| attention | learning_rate=0.001 | learning_rate=0.02 |",
         "|---|---:|---:|",
@@ -458,12 +458,12 @@ LOSSES = {(1e-3, 1000): 2.0, (2e-2, 1000): 1.1, (1e-3, 1001): 1.0, (2e-2, 1001):
 def make_up_losses(monkeypatch: pytest.MonkeyPatch, loss_of: Callable[[Recipe], float]) -> None:
     """Tuning sees the losses that a function of the recipe gives."""
 
-    def losses(measured: Mapping[Cell, list[Result]], diverged: Any = ()) -> Losses:
+    def losses(measured: Mapping[Cell, list[Result]], *others: Any, **ended: bool) -> tuple[Losses, dict[str, str]]:
         made_up = {
             cell: [replace(result, loss=loss_of(cell.recipe)) for result in results]
             for cell, results in measured.items()
         }
-        return tuning_losses(made_up, diverged)
+        return tuning_losses(made_up, *others, **ended)
 
     monkeypatch.setattr("tra.experiments.perform.tuning_losses", losses)
 
@@ -525,7 +525,7 @@ def test_evidence_of_earlier_versions_is_read() -> None:
         ({"learning_rate": 2e-3, "model.attention_options.qk_norm": False}, [0.25]),
     ]
     assert [one.label for one in found.rounds[0].tried] == list(losses)
-    assert Evidence.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert Evidence.from_dict(json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_a_row_may_tune_more_than_the_others() -> None:

@@ -97,19 +97,17 @@ class Cell:
 
     def results(self) -> list[Result] | None:
         """What was measured, or None if the run of this recipe is not finished; `problem` says whether it can be."""
-        try:
-            return self.run.finished(self.recipe)
-        except (OSError, RunError, ValueError):
-            return None
+        return self._read()[0]
 
     def problem(self) -> str | None:
         """What is wrong with the run that is there: one of something else, say, or of a plug-in that is not loaded."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[list[Result] | None, str | None]:
         try:
-            if self.run.exists:
-                self.run.finished(self.recipe)
+            return self.run.finished(self.recipe), None
         except (OSError, RunError, ValueError) as error:
-            return str(error)
-        return None
+            return None, str(error) if self.run.exists else None
 
 
 def below(folder: Path, *labels: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 from tra import plugins
 from tra.attention import MECHANISMS
 from tra.attention.naming import mechanism_names
-from tra.experiments.cells import Cell, Place, RunKey, below
+from tra.experiments.cells import Cell, Place, below
 from tra.experiments.experiment import Experiment
 from tra.experiments.request import Request
 from tra.experiments.rows import Row, as_row, choice_label
@@ -37,7 +37,7 @@ class Grid:
     tuning: Tuning | None
     tuned_before: Collection[str]
     """Labels of rows whose settings the recipes have from earlier tuning."""
-    _built: dict[RunKey, Recipe] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _built: dict[Place, Recipe] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, experiment: Experiment, request: Request) -> "Grid":
@@ -80,38 +80,28 @@ class Grid:
         """Columns and rows, in the order of tables."""
         return [Place(column, row.label) for column in self.columns for row in self.rows]
 
-    @property
-    def keys(self) -> list[RunKey]:
-        """All runs that are reported, a whole table for one seed before the next seed, so that a part of them says
-        something."""
-        return [RunKey(*place, seed) for seed in range(self.seeds) for place in self.places]
-
     def recipe(self, column: str, row: Row, seed: int) -> Recipe:
-        """A column's recipe as a row has it, built once: every round of tuning starts from it."""
-        key = RunKey(column, row.label, seed)
-        if key not in self._built:
-            self._built[key] = row.recipe(self.columns[column], seed)
-        return self._built[key]
+        """A column's recipe as a row has it, built once: every seed and every round of tuning starts from it."""
+        place = Place(column, row.label)
+        if place not in self._built:
+            self._built[place] = row.recipe(self.columns[column], 0)
+        return self._built[place] if seed == 0 else replace(self._built[place], seed=seed)
 
     def cells(self) -> list[Cell]:
-        """The same as runs, before anything is tuned."""
-        first = [
+        """All runs that are reported, before anything is tuned: a whole table for one seed before the next seed, so
+        that a part of them says something."""
+        return [
             Cell(
                 column,
                 row.label,
-                self.recipe(column, row, 0),
-                below(self.folder / RUNS, column, row.label, "0"),
+                self.recipe(column, row, seed),
+                below(self.folder / RUNS, column, row.label, str(seed)),
                 tuned=row.label in self.tuned_before,
             )
+            for seed in range(self.seeds)
             for column in self.columns
             for row in self.rows
         ]
-        others = [
-            replace(cell, recipe=replace(cell.recipe, seed=seed), folder=cell.folder.with_name(str(seed)))
-            for seed in range(1, self.seeds)
-            for cell in first
-        ]
-        return first + others
 
     def tunes(self, row: str) -> bool:
         """Whether the settings of a row are chosen first."""

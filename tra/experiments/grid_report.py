@@ -45,10 +45,10 @@ def final_report(
     return Report(
         title=grid.folder.absolute().name,
         facts=_facts(list(cells), results, runs),
-        conclusions=conclusions(results.every_record()),
+        conclusions=conclusions(results.every_record),
         tables=tables,
         figures={**figures, **_training_figures([cell for cell, found in cells.items() if found is not None])},
-        failures={str(key): reason for key, reason in results.failures.items()},
+        failures=results.failures,
         runs=[_line(cell.label, cell.run, grid.folder, found) for cell, found in cells.items()],
         tuning=_protocol(grid, tried, results),
         tuning_tables=tuning_tables,
@@ -134,13 +134,11 @@ def _protocol(grid: Grid, tried: Sequence[Run], results: Results) -> dict[str, s
     if tried:
         steps = sum(run.recipe.steps for run in tried)
         facts["budget"] = f"{len(tried):,} runs of {steps:,} steps together"
-    for place in grid.places:
-        found = results.tuning.get(grid.tuned_on(place))
-        if place in results.tuned_places and found is not None and found.chosen is not None:
-            edges = edges_of(found)
-            at_edge = f" (at the edge of what was tried: {', '.join(edges)})" if edges else ""
-            second = f"; second, as good as tuning can tell: {_shown(found.second)}" if found.second else ""
-            facts[f"chosen for {place}"] = _shown(found.chosen) + at_edge + second
+    for place, found in results.tuned(grid).items():
+        edges = edges_of(found)
+        at_edge = f" (at the edge of what was tried: {', '.join(edges)})" if edges else ""
+        second = f"; second, as good as tuning can tell: {_shown(found.second)}" if found.second else ""
+        facts[f"chosen for {place}"] = _shown(found.chosen) + at_edge + second
     return facts
 
 
@@ -191,13 +189,26 @@ def live_report(page: Path, command: str, cells: Sequence[Cell]) -> Iterator[Non
 
     The block is what matters: a report that cannot be written stops nothing, and is complained of once.
     """
-    live, done = _Live(page, command, cells), threading.Event()
+    began, done, finished, complained = time.monotonic(), threading.Event(), dict[Cell, list[Result]](), False
+    tables: list[Table] = []
+
+    def write(running: bool) -> None:
+        nonlocal tables, complained
+        try:
+            new = {cell: found for cell in cells if cell not in finished and (found := cell.results()) is not None}
+            finished.update(new)
+            if new:
+                tables = comparison_tables([record for pair in finished.items() for record in records_of(*pair)])
+            write_text(page, report_html(_so_far(page, command, cells, finished, tables, began, running)))
+        except Exception as error:
+            if not complained:
+                say(f"{page} cannot be written yet: {error}")
+            complained = True
 
     def keep() -> None:
-        while True:
-            live.write()
-            if done.wait(SECONDS_BETWEEN_REPORTS):
-                return
+        write(running=True)
+        while not done.wait(SECONDS_BETWEEN_REPORTS):
+            write(running=True)
 
     thread = threading.Thread(target=keep, daemon=True)
     thread.start()
@@ -206,51 +217,34 @@ def live_report(page: Path, command: str, cells: Sequence[Cell]) -> Iterator[Non
     finally:
         done.set()
         thread.join()
-        live.write(running=False)
+        write(running=False)
 
 
-class _Live:
-    def __init__(self, page: Path, command: str, cells: Sequence[Cell]) -> None:
-        self.page, self.folder, self.command, self.cells = page, page.parent, command, cells
-        self.began, self.complained = time.monotonic(), False
-        self.finished: dict[Cell, list[Result]] = {}
-        self.tables: list[Table] = []
-
-    def write(self, running: bool = True) -> None:
-        try:
-            write_text(self.page, report_html(self._report(running)))
-        except Exception as error:
-            if not self.complained:
-                say(f"{self.page} cannot be written yet: {error}")
-            self.complained = True
-
-    def _report(self, running: bool) -> Report:
-        for cell in self.cells:
-            if cell not in self.finished and (results := cell.results()) is not None:
-                self.finished[cell] = results
-                self.tables = []
-        if self.finished and not self.tables:
-            self.tables = comparison_tables(
-                [record for cell, results in self.finished.items() for record in records_of(cell, results)]
-            )
-        lines = [_line(cell.label, cell.run, self.folder, self.finished.get(cell)) for cell in self.cells]
-        ended = sum(line.state in ("finished", "failed") for line in lines)
-        steps, total = sum(line.step for line in lines), sum(cell.recipe.steps for cell in self.cells)
-        return Report(
-            title=self.folder.absolute().name,
-            facts={
-                "runs": f"{len(self.finished)} of {len(self.cells)} finished",
-                "steps": f"{steps:,} of {total:,}",
-                "time": format_duration(time.monotonic() - self.began),
-                **({"command": self.command} if self.command else {}),
-            },
-            tables=self.tables,
-            failures={cell.label: reason for cell in self.cells if (reason := self._failure(cell)) is not None},
-            runs=lines,
-            progress=f"running: {ended} of {len(self.cells)} runs have ended, {steps / max(1, total):.0%} of the steps"
-            if running
-            else "",
-        )
-
-    def _failure(self, cell: Cell) -> str | None:
-        return None if cell in self.finished else cell.run.failure()
+def _so_far(
+    page: Path,
+    command: str,
+    cells: Sequence[Cell],
+    finished: Mapping[Cell, Sequence[Result]],
+    tables: Sequence[Table],
+    began: float,
+    running: bool,
+) -> Report:
+    lines = [_line(cell.label, cell.run, page.parent, finished.get(cell)) for cell in cells]
+    ended = sum(line.state in ("finished", "failed") for line in lines)
+    steps, total = sum(line.step for line in lines), sum(cell.recipe.steps for cell in cells)
+    failed = {cell.label: cell.run.failure() for cell in cells if cell not in finished}
+    return Report(
+        title=page.parent.absolute().name,
+        facts={
+            "runs": f"{len(finished)} of {len(cells)} finished",
+            "steps": f"{steps:,} of {total:,}",
+            "time": format_duration(time.monotonic() - began),
+            **({"command": command} if command else {}),
+        },
+        tables=tables,
+        failures={label: reason for label, reason in failed.items() if reason is not None},
+        runs=lines,
+        progress=f"running: {ended} of {len(cells)} runs have ended, {steps / max(1, total):.0%} of the steps"
+        if running
+        else "",
+    )

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tra.experiments.cells import Place, RunKey
+from tra.experiments.cells import Cell, Place, RunKey
 from tra.experiments.grid import Grid
-from tra.experiments.results import FailureKey, Results, Session, TuningKey
+from tra.experiments.results import Results, Session, first_recipes
 from tra.experiments.rows import OPTION
 from tra.experiments.tuning import Evidence, Settings
 from tra.files import read_json
@@ -69,22 +69,18 @@ def _has(record: Record, settings: Settings) -> bool:
     return all(known.get(name) == value for name, value in settings.items())
 
 
-def merge_results(here: Results, elsewhere: Results, keys: Sequence[RunKey]) -> Results:
+def merge_results(here: Results, elsewhere: Results, cells: Sequence[Cell]) -> Results:
     """As one experiment with these runs would have them. Of a run that is in both, that which is here counts."""
     records = elsewhere.records | here.records
-    places = {key.place for key in records}
-    not_known = {
-        key: reason
-        for key, reason in elsewhere.failures.items()
-        if (key.place not in places if isinstance(key, TuningKey) else key not in records)
-    }
-    own = {key: reason for key, reason in here.failures.items() if key not in records}
+    runs, tuned = {str(key) for key in records}, {f"{key.place} (tuning)" for key in records}
+    failures = {name: reason for name, reason in elsewhere.failures.items() if name not in runs | tuned}
+    finished = [cell for cell in cells if cell.key in here.records]
     return Results(
-        records={key: records[key] for key in keys if key in records},
-        failures=not_known | own,
+        records={cell.key: records[cell.key] for cell in cells if cell.key in records},
+        failures=failures | {name: reason for name, reason in here.failures.items() if name not in runs},
         tuning=elsewhere.tuning | here.tuning,
         sessions=_different([*elsewhere.sessions, *here.sessions]),
-        recipes=elsewhere.recipes | here.recipes,
+        recipes=first_recipes(cells) | elsewhere.recipes | first_recipes(finished),
     )
 
 
@@ -108,7 +104,7 @@ def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
             continue
         if place not in recipes:
             _check_column(stored["recipes"][place.column], grid, place.column)
-            recipes[place] = rows[place.row].recipe(grid.columns[place.column], 0)
+            recipes[place] = grid.recipe(place.column, rows[place.row], 0)
         recipe = recipes[place]
         task = recipe.build_task()
         result, settings = task.measure.from_dict(entry), (entry["learning_rate"], entry["options"])
@@ -132,10 +128,11 @@ def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
             found.records[key] = of_run
             found.recipes[key.column] = _recipe(stored["recipes"][key.column])
     found.sessions += map(Session.from_dict, stored["sessions"])
-    second = [key._replace(row=key.row + SECOND) for key in grid.keys]
-    asked: list[FailureKey] = [*grid.keys, *second, *(TuningKey(*place) for place in grid.places)]
-    labels = {str(key): key for key in asked}
-    found.failures |= {labels[label]: why for label, why in stored["failures"].items() if label in labels}
+    asked = {
+        str(RunKey(column, label, seed)) for column in grid.columns for label in rows for seed in range(grid.seeds)
+    }
+    asked |= {f"{place} (tuning)" for place in grid.places}
+    found.failures |= {name: why for name, why in stored["failures"].items() if name in asked}
     return more_seeds
 
 
@@ -148,7 +145,7 @@ def _check_column(stored: Mapping[str, Any], grid: Grid, column: str) -> None:
     theirs = _recipe(stored)
     different: list[str] = []
     for row in grid.every_row:
-        ours = row.recipe(grid.columns[column], theirs.seed)
+        ours = grid.recipe(column, row, theirs.seed)
         free = {".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in grid.tuned_fields(row)}
         differences = {name: pair for name, pair in theirs.differences(ours).items() if name not in free}
         # What the mechanism is, and its options, is compared result by result.

@@ -29,7 +29,7 @@ PAPERS_RATE = (2_637_072, 20_000 * 64 * 256 / (65.88 * 60)), (72_492_096, 20_000
 
 def plan(experiment: Experiment, request: Request) -> Table:
     """A row for each column and mechanism: number of runs, parameters, tokens, and hours on this machine."""
-    grid, search, reported, joined = wanted_runs(experiment, request)
+    search, reported, joined = wanted_runs(experiment, request)
     tries, mine = (part_of(some, *request.shard) for some in (search.expected, reported))
     left = [*tries, *(cell for cell in mine if cell.key not in joined.records)]
     cells = [cell for cell in left if cell.results() is None]
@@ -70,7 +70,7 @@ def plan(experiment: Experiment, request: Request) -> Table:
         "the paper's times of TRA on one such GPU, whatever the mechanism: nothing here was run on a GPU. Where "
         "tuning cannot tell two choices apart, both are reported, which takes up to twice the reported runs."
     )
-    return Table(headings, body, f"Runs at the scale {grid.scale}", note, words=2)
+    return Table(headings, body, f"Runs at the scale {search.grid.scale}", note, words=2)
 
 
 def _rough(hours: float) -> str:

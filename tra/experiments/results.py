@@ -3,32 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tra.experiments.cells import Cell, Place, RunKey
+from tra.experiments.grid import Grid
 from tra.experiments.tuning import Evidence
 from tra.files import read_json
 from tra.recipes import Recipe
 from tra.report.records import Record
 from tra.tasks import Result
-
-
-class TuningKey(NamedTuple):
-    """What fails in tuning: all of it for a column and row, or one attempt."""
-
-    column: str
-    row: str
-    attempt: str = ""
-
-    @property
-    def place(self) -> Place:
-        return Place(self.column, self.row)
-
-    def __str__(self) -> str:
-        return f"{self.attempt or self.place} (tuning)"
-
-
-FailureKey = RunKey | TuningKey
 
 
 @dataclass(frozen=True)
@@ -51,53 +34,52 @@ class Session:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-class RunStates(NamedTuple):
-    """How runs stand on the disk."""
-
-    finished: dict[Cell, list[Result]]
-    failures: dict[Cell, str]
-    """Of runs that are not finished and failed, why."""
-
-
-def read_runs(cells: Iterable[Cell]) -> RunStates:
-    """Look at each run once."""
-    states = RunStates({}, {})
-    for cell in cells:
-        if (results := cell.results()) is not None:
-            states.finished[cell] = results
-        elif (reason := cell.run.failure()) is not None:
-            states.failures[cell] = reason
-    return states
-
-
 @dataclass
 class Results:
     """What is known of an experiment's runs."""
 
     records: dict[RunKey, list[Record]] = field(default_factory=dict)
-    failures: dict[FailureKey, str] = field(default_factory=dict)
-    """Of runs without records, why."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Of runs without records, and of tuning, why; by what they are called."""
     tuning: dict[Place, Evidence] = field(default_factory=dict)
     """By the column that a row was tuned on."""
     sessions: list[Session] = field(default_factory=list)
     recipes: dict[str, Recipe] = field(default_factory=dict)
     """One of each column: that of its first row and seed."""
 
-    @classmethod
-    def of_runs(cls, states: RunStates) -> "Results":
-        return cls(
-            records={cell.key: records_of(cell, results) for cell, results in states.finished.items()},
-            failures={cell.key: reason for cell, reason in states.failures.items()},
-            recipes=first_recipes(states.finished),
-        )
-
+    @property
     def every_record(self) -> list[Record]:
         return [record for records in self.records.values() for record in records]
 
-    @property
-    def tuned_places(self) -> set[Place]:
-        """Columns and rows of which something was measured, with the first choice of tuning or the second."""
-        return {key.place.tuned_as for key in self.records}
+    def tuned(self, grid: Grid) -> dict[Place, Evidence]:
+        """How settings were chosen, for every column and row of which something was measured."""
+        measured = {key.place.tuned_as for key in self.records}
+        found = {place: self.tuning.get(grid.tuned_on(place)) for place in grid.places if place in measured}
+        return {place: evidence for place, evidence in found.items() if evidence is not None and evidence.chosen}
+
+    def to_dict(self, grid: Grid, runs: int) -> dict[str, Any]:
+        """What `results.json` holds, of so many runs."""
+        return {
+            "runs": runs,
+            "finished": len(self.records),
+            "failures": self.failures,
+            "sessions": [session.to_dict() for session in self.sessions],
+            "tuning": {str(place): asdict(found) for place, found in self.tuned(grid).items()},
+            "recipes": {column: asdict(recipe) for column, recipe in self.recipes.items()},
+            "results": [record.to_dict() for record in self.every_record],
+        }
+
+
+def read_runs(cells: Iterable[Cell]) -> tuple[dict[Cell, list[Result]], dict[Cell, str]]:
+    """What finished runs measured, and why others failed; each is looked at once."""
+    finished: dict[Cell, list[Result]] = {}
+    failed: dict[Cell, str] = {}
+    for cell in cells:
+        if (results := cell.results()) is not None:
+            finished[cell] = results
+        elif (reason := cell.run.failure()) is not None:
+            failed[cell] = reason
+    return finished, failed
 
 
 def records_of(cell: Cell, results: Sequence[Result]) -> list[Record]:

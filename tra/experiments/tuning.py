@@ -4,14 +4,16 @@ import itertools
 import math
 import statistics
 from ast import literal_eval
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from tra.experiments.cells import Cell, Place
 from tra.experiments.rows import OPTION, choice_label
 from tra.lookup import lookup
 from tra.report.tables import Table
+from tra.runs.folder import DIVERGED
 from tra.tasks import Result
 
 Settings = Mapping[str, Any]
@@ -160,9 +162,6 @@ class Evidence:
         rounds = [Round.from_dict(part, chosen) for part in stored["rounds"]]
         return cls(stored["column"], list(stored["seeds"]), rounds, chosen, stored.get("second"))
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def evidence_of(tuning: Tuning, column: str, rounds: Sequence[Round], decided: bool = True) -> Evidence:
     """What rounds of tuning come to; the last one decides, if there was one."""
@@ -171,8 +170,12 @@ def evidence_of(tuning: Tuning, column: str, rounds: Sequence[Round], decided: b
     return Evidence(column, list(tuning.seeds)[:trained], rounds, chosen, second)
 
 
-def tuning_losses(measured: Mapping[Cell, Sequence[Result]], diverged: Iterable[Cell] = ()) -> Losses:
-    """Mean loss within the training length, over sets, of every choice and seed; infinite for one that diverged."""
+def tuning_losses(
+    measured: Mapping[Cell, Sequence[Result]], failed: Mapping[Cell, str] = MappingProxyType({}), ended: bool = True
+) -> tuple[Losses, dict[str, str]]:
+    """Mean loss within the training length, over sets, of every choice and seed, infinite for one that diverged; and
+    what else failed, by what it is called. Once all runs have ended, there are no losses where one of them failed."""
+    diverged = [cell for cell, reason in failed.items() if reason.startswith(DIVERGED)]
     runs = dict.fromkeys(diverged, math.inf)
     for cell, results in measured.items():
         within = [result.loss for result in results if result.length <= cell.recipe.length]
@@ -184,7 +187,14 @@ def tuning_losses(measured: Mapping[Cell, Sequence[Result]], diverged: Iterable[
         tried = found.setdefault(cell.place, {})
         before = tried[cell.choice_label].losses if cell.choice_label in tried else []
         tried[cell.choice_label] = Tried(cell.choice, [*before, loss])
-    return {place: list(tried.values()) for place, tried in found.items()}
+    others = {cell: reason for cell, reason in failed.items() if cell not in runs}
+    failures = {f"{cell.label} (tuning)": reason for cell, reason in others.items()}
+    spoilt = {cell.place for cell in others} if ended else set()
+    losses = {place: list(tried.values()) for place, tried in found.items() if place not in spoilt}
+    for place, choices in losses.items():
+        if not any(math.isfinite(one.loss) for one in choices):
+            failures[f"{place} (tuning)"] = "every choice diverged"
+    return losses, failures
 
 
 def choose(tuning: Tuning, tried: Sequence[Tried]) -> tuple[Settings | None, Settings | None]:
