@@ -113,7 +113,8 @@ def test_help_has_every_option_with_its_text_and_default() -> None:
     assert "--sizes.width INT (default: 7)" in lines
     assert "--rate FLOAT|usual (default: 0.25)" in lines
     assert "--mixed, --no-mixed (default: True)" in lines
-    assert "--plugin [STR ...] Modules, or files" in lines
+    assert "positional arguments: PLACE options: -h" in lines
+    assert lines.index("--json, --no-json") < lines.index("--plugin [STR ...] Modules, or files")
     assert "secret" not in lines
     with pytest.raises(ValueError, match="--secret is no option of tra some"):
         parse(Some, ["--secret", "3"], "some")

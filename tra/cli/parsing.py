@@ -160,7 +160,8 @@ def _parser(
         if option.kind is bool:
             how |= {"action": _Switch, "nargs": 0}
         else:
-            how |= {"metavar": _metavar(option.kind), **({"nargs": "*", "action": "extend"} if option.is_list else {})}
+            metavar = option.name if option.is_positional else _metavar(option.kind)
+            how |= {"metavar": metavar, **({"nargs": "*", "action": "extend"} if option.is_list else {})}
         parser.add_argument(*option.names, help=help_of(option).replace("%", "%%"), **how)
     return parser
 
@@ -197,7 +198,7 @@ def help_text(kind: type, command: str, usual: Any = None) -> str:
             words.append(f"(default: {' '.join(map(str, values)) if option.is_list else format_value(values)})")
         return " ".join(filter(None, words))
 
-    options = options_of(kind)
+    options = sorted(options_of(kind), key=lambda option: option.key in Common.__annotations__)  # these at the end
     places = [option.name for option in options if option.is_positional]
     usage = " ".join(["tra", command, *places, "[options]"])
     return _parser(options, about, usage, inspect.getdoc(kind) or "").format_help()
