@@ -4,6 +4,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from tra.lookup import suggestion
@@ -130,7 +131,13 @@ def _matches(value: Any, choice: Any) -> bool:
 def _expected(choice: Any) -> str:
     if get_origin(choice) is Literal:
         return repr(_literal(choice))
-    names = {float: "a finite number", int: "a whole number", bool: "True or False", str: "a string"}
+    names = {
+        float: "a finite number",
+        int: "a whole number",
+        bool: "True or False",
+        str: "a string",
+        Path: "a path",
+    }
     if choice is type(None):
         return "None"
     return names.get(choice, f"of type {getattr(choice, '__name__', choice)}")

@@ -1,5 +1,6 @@
 """How options are written, and one line for each way to get them wrong."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -160,3 +161,25 @@ def test_what_must_be_given_is_named(command: str, capsys: Captured) -> None:
     assert fails([command], capsys) == f"RUN must be given; see tra {command} --help"
     assert fails(["generate", "nowhere"], capsys) == "--prompt must be given; see tra generate --help"
     assert fails(["reproduce"], capsys) == "NAME|FILE must be given; see tra reproduce --help"
+
+
+@pytest.mark.parametrize("number", ["-5", "-.5", "-1e-3", "-2E+1"])
+def test_a_negative_number_is_a_value_and_no_option(number: str) -> None:
+    assert parse(Some, ["--rate", number, "here"], "some") == Some(place=Path("here"), all={"rate": float(number)})
+
+
+def test_text_that_begins_with_hyphens_is_left_as_it_is() -> None:
+    assert parse(Some, ["--names", "--a_b is a name"], "some").names == ("--a_b is a name",)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([""], "PLACE must be a path or None, got ''"),  # an unset variable of the shell, not the current folder
+        (["--number=--"], "--number must have a value other than --"),
+        (["--model.optios", "a=1"], "--model.optios is no option of tra some; did you mean --options?"),
+    ],
+)
+def test_what_argparse_would_let_pass_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse(Some, arguments, "some")

@@ -32,6 +32,9 @@ MOST_THREADS = 4096
 
 ALIASES = {"--model.options": "--model.attention-options"}
 
+OPTION_NAME = re.compile(r"--[\w.-]+")
+NEGATIVE_NUMBER = re.compile(r"-[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
@@ -83,6 +86,8 @@ class Option:
                 return settings(given)
             if self.is_list:
                 return tuple(_converted(text, get_args(self.kind)[0]) for text in listed(given))
+            if given == []:  # what argparse makes of --name=--
+                raise ValueError("must have a value other than --")
             return given if isinstance(given, bool) else _converted(given, self.kind)
         except ValueError as error:
             raise ValueError(f"{self.name} {error}") from None
@@ -171,7 +176,7 @@ def _given(kind: type, arguments: Sequence[str], command: str) -> dict[str, Any]
     options = options_of(kind)
     named = [option for option in options if not option.is_positional]
     by_place = [option for option in options if option.is_positional]
-    found, words = _parser(named).parse_known_args([_without_alias(argument) for argument in arguments])
+    found, words = _parser(named).parse_known_args(_spelled(arguments, named))
     given = vars(found)
     given |= {option.key: option.converted(given[option.key]) for option in named if option.key in given}
     for place, word in enumerate(words):
@@ -305,7 +310,7 @@ def _converted(text: str, kind: Any) -> Any:
     """A word as the first type that an annotation allows."""
     if hasattr(kind, "from_text"):
         return kind.from_text(text)
-    for make in (float, int, {"None": None, "True": True, "False": False}.__getitem__, str, Path):
+    for make in (float, int, {"None": None, "True": True, "False": False}.__getitem__, str, _path):
         try:
             value = make(text)
         except (ValueError, KeyError):
@@ -315,15 +320,40 @@ def _converted(text: str, kind: Any) -> Any:
     raise ValueError(f"must be {mismatch(text, kind)}")
 
 
+def _path(text: str) -> Path:
+    """An empty one, as of an unset variable of the shell, would mean the current folder."""
+    if not text:
+        raise ValueError("must not be empty")
+    return Path(text)
+
+
+def _spelled(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
+    """The arguments with the names of options as argparse knows them.
+
+    A number such as -1e-3 is joined to the option before it, since argparse takes it for an option.
+    """
+    takes_one = {option.name for option in options if option.kind is not bool and not option.is_list}
+    found: list[str] = []
+    for argument in map(_without_alias, arguments):
+        if found and found[-1] in takes_one and NEGATIVE_NUMBER.fullmatch(argument):
+            found[-1] += f"={argument}"
+        else:
+            found.append(argument)
+    return found
+
+
 def _without_alias(argument: str) -> str:
     name, equals, value = argument.partition("=")
-    name = name.replace("_", "-") if name.startswith("--") else name
+    if not OPTION_NAME.fullmatch(name):  # a text that begins with hyphens
+        return argument
+    name = name.replace("_", "-")
     return ALIASES.get(name, name) + equals + value
 
 
 def _unknown(argument: str, kind: type, command: str) -> str:
     name = argument.partition("=")[0]
-    known = [*(name for option in options_of(kind) if not option.is_positional for name in option.names), *ALIASES]
+    known = [name for option in options_of(kind) if not option.is_positional for name in option.names]
+    known += [alias for alias, option in ALIASES.items() if option in known]
     near = _abbreviated(name, known) or difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; see tra {command} --help"
     return f"{name} is no option of tra {command}{hint}"
