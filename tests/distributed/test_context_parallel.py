@@ -22,6 +22,7 @@ CASES = (
     "plain",
     "documents",
     "edges",
+    "halves",
     "padding",
     "bf16",
     "learned",
@@ -55,6 +56,8 @@ def tensors(case: str, length: int = 700) -> dict[str, Tensor]:
         found["segment_ids"] = (torch.arange(length)[None] // torch.tensor([[97], [210]])).long() * 2**33
     if case == "edges":  # documents that end where shards do
         found["segment_ids"] = torch.stack([torch.arange(length) // 350, torch.arange(length) // 192])
+    if case == "halves":  # one process asks nobody
+        found["segment_ids"] = (torch.arange(length) // 350).expand(2, -1)
     if case in ("padding", "dropout"):
         found["key_mask"] = torch.rand(2, length, generator=rng) < 0.7
         found["key_mask"][1, :400] = False  # whole shards
