@@ -56,6 +56,10 @@ def heal(model: Any, tokenizer: Any, healing: Healing) -> None:
     known = model.get_input_embeddings().weight.shape[0]
     if size_of(backend) > known:
         raise ValueError(f"model must have a tokenizer of at most its {known} tokens, got one of {size_of(backend)}")
+    # Learned positions end at a length, unless they are dropped; rotary positions go on.
+    most = None if model.config.tra["drop_positions"] is True else getattr(model.config, "n_positions", None)
+    if most is not None and healing.length > most:
+        raise ValueError(f"length must be at most the {most} positions of the model, got {healing.length}")
     text = Text(healing.text, None, "the model's")
     text.tokenizer = backend
     count = healing.steps * healing.batch
