@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.cli.calling import Captured, fails, shows
 from tra.attention import MECHANISMS
 from tra.bench import cost
-from tra.bench.cost import SCALES, Cost, cost_table, measure_costs
+from tra.bench.cost import SCALES, Cost, cost_table, measure_costs, write_costs
 from tra.model import DecoderConfig
 from tra.progress import shown
 
@@ -46,10 +46,10 @@ def test_the_command_gives_a_row_for_each_mechanism_asked_for(tmp_path: Path, ca
     assert (folder / "cost.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_mechanism_is_measured_by_default(tmp_path: Path) -> None:
-    content = measure_costs(tmp_path, 0.01, (), "smoke")
-    assert [row["attention"] for row in content["rows"]] == list(MECHANISMS)
-    assert not any("failure" in row for row in content["rows"])
+def test_every_mechanism_is_measured_by_default() -> None:
+    _, rows = measure_costs(0.01, (), "smoke")
+    assert [row.attention for row in rows] == list(MECHANISMS)
+    assert not any(row.failure for row in rows)
 
 
 def test_a_mechanism_that_fails_is_named_and_stops_no_other(
@@ -64,9 +64,10 @@ def test_a_mechanism_that_fails_is_named_and_stops_no_other(
 
     monkeypatch.setattr(cost, "training_step", short_of_memory)
     with shown(Console(soft_wrap=True)):
-        content = measure_costs(tmp_path, 0.01, ("tra", "nope"), "smoke")
-    assert content["rows"][0] == {"size": "smoke", "attention": "tra", "failure": "not enough memory"}
-    assert content["rows"][1]["milliseconds"] > 0
+        _, rows = measure_costs(0.01, ("tra", "nope"), "smoke")
+    assert rows[0].to_dict() == {"size": "smoke", "attention": "tra", "failure": "not enough memory"}
+    assert rows[1].to_dict()["milliseconds"] > 0
+    write_costs(tmp_path, rows)
     said = capsys.readouterr().out.splitlines()
     assert said[0].split() == ["smoke", "tra", "failed:", "not", "enough", "memory"]
     assert said[1].startswith("smoke   nope")

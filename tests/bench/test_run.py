@@ -83,6 +83,17 @@ def test_without_only_the_machines_share_and_peak_memory_are_measured(
 
 
 @pytest.mark.usefixtures("few")
+def test_a_figure_that_fails_loses_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no font")
+
+    monkeypatch.setattr(run, "save_figure", fail)
+    with pytest.raises(OSError, match="no font"):
+        run_benchmarks(BenchRequest(folder=tmp_path, seconds=0.01, only="decode"))
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"]
+
+
+@pytest.mark.usefixtures("few")
 def test_rows_are_said_only_to_whoever_looks_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     request = BenchRequest(folder=tmp_path, seconds=0.01, only="decode")
     run_benchmarks(request)

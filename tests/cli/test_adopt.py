@@ -11,6 +11,7 @@ import transformers
 from tests.cli.calling import Captured, fails, shows
 from tests.hub.families import build_family, tokens_of
 from tests.language_run import SENTENCES, write_text
+from tra.cli import main
 from tra.hub import adopt
 
 
@@ -85,6 +86,12 @@ def test_an_adopted_model_is_healed_on_text_and_goes_on(
         (["--heal", "nowhere"], "text must be a folder of "),
     ):
         assert message in fails(["adopt", str(healed), str(tmp_path / "wrong"), *words], capsys)
+    damaged = transformers.AutoModelForCausalLM.from_pretrained(healed)
+    with torch.no_grad():
+        damaged.lm_head.weight.fill_(torch.inf)
+    damaged.save_pretrained(healed)  # its loss is not finite
+    assert main(["adopt", str(healed), str(tmp_path / "wrong"), *how, "--steps", "1"]) == 1
+    assert "tra: error: healing diverged: the loss of the last step is nan; try" in capsys.readouterr().err
     (tmp_path / "original" / "tokenizer.json").unlink()
     (tmp_path / "original" / "tokenizer_config.json").unlink()
     message = fails(["adopt", str(tmp_path / "original"), str(tmp_path / "wrong"), *how], capsys)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
+from queue import Empty, Queue
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -43,7 +43,11 @@ class ThreadsOfOneProcess(ContextParallel):
 
 
 def in_threads(count: int, chunk: int, run: Callable[[ContextParallel], Found]) -> list[Found]:
-    """What each of so many finds, by rank."""
+    """What `run` returns in each of `count` threads, by rank; or the first error that is not of waiting for another."""
     boxes: dict[tuple[int, int, int], Queue[Tensor]] = {}
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(run, [ThreadsOfOneProcess(rank, count, boxes, chunk) for rank in range(count)]))
+        under_way = [pool.submit(run, ThreadsOfOneProcess(rank, count, boxes, chunk)) for rank in range(count)]
+    errors = [error for one in under_way if (error := one.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Empty)), errors[0])
+    return [one.result() for one in under_way]

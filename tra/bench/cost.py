@@ -86,23 +86,24 @@ class Cost:
         return f"{head}{milliseconds:>9} ms   {time_ratio} RoPE{memory}"
 
 
-def measure_costs(folder: Path, seconds: float, attention: Sequence[str], scale: str) -> dict[str, Any]:
-    """Time a training step of each mechanism and of RoPE in turn, for so many seconds, and write ``table.md``,
-    ``table.tex`` and ``cost.png``; returns what was found.
+def measure_costs(seconds: float, attention: Sequence[str], scale: str) -> tuple[Sequence[Step], list[Cost]]:
+    """Time a training step of each mechanism and of RoPE in turn, for so many seconds.
 
     A mechanism that fails, for want of memory say, is reported in its row and does not stop the others.
     """
     steps = lookup(SCALES, scale, "scale")
     for name in attention:
         find_mechanisms(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = measure(steps, list(dict.fromkeys(attention or MECHANISMS)), seconds)
+    return steps, measure(steps, list(dict.fromkeys(attention or MECHANISMS)), seconds)
+
+
+def write_costs(folder: Path, rows: Sequence[Cost]) -> None:
+    """Write ``table.md``, ``table.tex`` and ``cost.png``."""
     table = cost_table(rows)
     write_text(folder / "table.md", table.markdown())
     write_text(folder / "table.tex", latex([table]))
     if any(row.failure is None for row in rows):
         save_figure(cost_by_attention([row.to_dict() for row in rows if row.failure is None]), folder / "cost.png")
-    return {"steps": [asdict(step) for step in steps], "rows": [row.to_dict() for row in rows]}
 
 
 def measure(steps: Sequence[Step], names: Sequence[str], seconds: float) -> list[Cost]:

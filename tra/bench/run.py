@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from tra.bench.cases import Case, cases
 from tra.bench.compare import check_kernel, measured_rows
-from tra.bench.cost import measure_costs
+from tra.bench.cost import measure_costs, write_costs
 from tra.bench.gpu import gpu_cases
 from tra.bench.memory import peak_of_attention
 from tra.bench.timing import interleaved
@@ -83,15 +83,21 @@ def run_benchmarks(asked: BenchRequest, more: Sequence[Case] = ()) -> dict[str, 
             return run_benchmarks(replace(asked, variant=None), more)
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be cpu where PyTorch finds no GPU, got 'cuda'")
-    folder = asked.place
+    folder, costs = asked.place, []
     if asked.cost:
-        measured = measure_costs(folder, asked.seconds, asked.attention, asked.scale)
+        steps, costs = measure_costs(asked.seconds, asked.attention, asked.scale)
+        measured = {"steps": [asdict(step) for step in steps], "rows": [row.to_dict() for row in costs]}
     elif asked.device == "cuda":
         measured = on_gpu(folder, asked.seconds, asked.only, asked.device)
     else:
         measured = on_cpu(folder, asked, more)
     content = {"command": asked.command, "environment": environment(), **measured}
-    write_json(folder / "bench.json", content)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "bench.json", content)  # before anything is drawn: what was measured is not lost
+    if asked.cost:
+        write_costs(folder, costs)
+    elif asked.device == "cpu" and asked.run is None:
+        save_figure(time_by_length(measured["rows"]), folder / "bench.png")
     return content
 
 
@@ -123,7 +129,6 @@ def on_cpu(folder: Path, asked: BenchRequest, more: Sequence[Case]) -> dict[str,
             "every key": peak_of_attention(every_key=True),
         }
         say(f"forward + backward of 1x8x32768: {content['peak_memory_megabytes']} MB")
-    save_figure(time_by_length(rows), folder / "bench.png")
     return content
 
 

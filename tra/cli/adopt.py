@@ -38,7 +38,7 @@ class Adopt(Common):
     learning_rate: float = 3e-4
     """With --heal: the greatest learning rate, after a warm-up and before a linear decay."""
     seed: int = 0
-    """With --heal: of the windows of the text."""
+    """With --heal: seed of the windows that are drawn from the text."""
 
 
 HEALING = ("steps", "length", "batch", "learning_rate", "seed")

@@ -32,7 +32,8 @@ def run(arguments: list[str]) -> int:
     command = shlex.join(["tra", "bench", *arguments])
     request = replace(options.request, folder=options.request.place, command=command)
     with on_console(quiet=options.json):
-        content = run_benchmarks(request, _cases_with_transformers())
+        on_cases = request.device == "cpu" and not request.cost and request.run is None
+        content = run_benchmarks(request, _cases_with_transformers() if on_cases else [])
     print(json.dumps(content, indent=2) if options.json else request.folder)
     return 0
 

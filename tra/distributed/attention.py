@@ -49,8 +49,9 @@ def sharded_attention(
     found = _row_bounds(shards, layout, query, key, scale) if score_bound is None else score_bound
     bound = torch.as_tensor(found, dtype=torch.float64)
     if score_bound is None or not 2.0 * BOUND_SLACK * score_bound <= SAFE_SPREAD:
-        spread = bound - torch.maximum(-bound, torch.as_tensor(threshold, dtype=torch.float64))
-        here = torch.tensor([bool((spread * BOUND_SLACK <= SAFE_SPREAD).all())]).byte()
+        most = bound * BOUND_SLACK
+        spread = most - torch.maximum(-most, torch.as_tensor(threshold, dtype=torch.float64))
+        here = torch.tensor([bool((spread <= SAFE_SPREAD).all())]).byte()
         if not all(bool(each) for each in shards.exchange(here)):
             options: dict[str, Any] = {"scale": scale, "threshold": threshold, "straight_through": straight_through}
             options |= {"dropout": dropout, "tolerance": tolerance, "impl": impl, "score_bound": score_bound}

@@ -1,5 +1,6 @@
 """A short training of an adopted model on text, which heals what it lost, by transformers' Trainer."""
 
+import math
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from tra.errors import RunError
 from tra.progress import progress, say
 from tra.tasks.base import seeded
 from tra.text.task import Text
@@ -49,7 +51,7 @@ class _Shown(transformers.TrainerCallback):
 
 
 def heal(model: Any, tokenizer: Any, healing: Healing) -> None:
-    """Train a model of transformers in place, all of its weights, in float32 wherever the Trainer puts it."""
+    """Train all weights of a model of transformers in place, in float32, on the device that the Trainer chooses."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("model must have a fast tokenizer, which tokenizer.json holds, to be healed on text")
@@ -77,6 +79,7 @@ def heal(model: Any, tokenizer: Any, healing: Healing) -> None:
             adam_beta2=0.95,
             seed=healing.seed,
             logging_steps=1,
+            logging_nan_inf_filter=False,  # else a loss of NaN is shown as 0
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
@@ -84,8 +87,14 @@ def heal(model: Any, tokenizer: Any, healing: Healing) -> None:
         )
         trainer = transformers.Trainer(model.float(), arguments, train_dataset=rows, callbacks=[_Shown(update)])
         trainer.remove_callback(transformers.PrinterCallback)
+        before = logging.get_verbosity()
         logging.set_verbosity_error()
-        trainer.train()
+        try:
+            trainer.train()
+        finally:
+            logging.set_verbosity(before)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if not math.isfinite(losses[-1]):
+        raise RunError(f"healing diverged: the loss of the last step is {losses[-1]}; try a lower learning_rate")
     say(f"healed for {healing.steps:,} steps: loss {losses[0]:.3f} in the first, {losses[-1]:.3f} in the last")
     model.to(device="cpu", dtype=dtype).eval()
