@@ -116,7 +116,7 @@ def test_prompt_longer_than_the_training_window_from_a_file(exported: Path, tmp_
         (["--seed", "-9223372036854775809"], "seed must be a whole number of 64 bits, got -9223372036854775809"),
         (["--temperature", "1e-300"], "temperature must be 0 or at least 1e-06, got 1e-300"),
         (["--temperature", "-1"], "temperature must be 0 or at least 1e-06, got -1.0"),
-        (["--temperature", "nan"], "temperature must be 0 or at least 1e-06, got nan"),
+        (["--temperature", "nan"], "temperature must be a finite number, got 'nan'"),
         (["--beams", "2", "--top-p", "0.5"], "beams must be 1 for temperature, top_k and top_p to matter, got 2"),
         (["--prompt", "@home sweet"], "prompt must be text, @@ before what begins with @, or @ and a file: "),
         (["--top-p", "0"], r"top_p must be in (0, 1], got 0.0"),

@@ -330,10 +330,10 @@ def test_training_for_longer_goes_on_from_what_figure2_has_tuned_and_trained(tmp
         ("wikitext103", "tra", 0),
         ("wikitext103", "fot", 0),
     }
-    wanted = wanted_runs(STEPS, request)
+    search, cells, joined = wanted_runs(STEPS, request)
     # What was tuned on one seed lacks the other of the last round, and nothing else.
-    assert {(cell.share, cell.recipe.seed) for cell in wanted.search.next()} <= {(0.4, 1001)}
-    assert [(cell.column, cell.row) for cell in wanted.cells if cell.key not in wanted.joined.records] == [
+    assert {(cell.share, cell.recipe.seed) for cell in search.next()} <= {(0.4, 1001)}
+    assert [(cell.column, cell.row) for cell in cells if cell.key not in joined.records] == [
         ("1200_steps", "tra"),
         ("1200_steps", "fot"),
     ]

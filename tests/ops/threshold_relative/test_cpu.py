@@ -127,9 +127,11 @@ def test_a_library_that_does_not_fit_is_never_called(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: Callable[[Path], None], reason: str
 ) -> None:
     build(tmp_path)
-    defined = iter(["defined_for_a_test"])  # a name is defined once
+    defined, pieces = iter(["defined_for_a_test"]), iter(["of_a_test"])  # a name is defined once
     with monkeypatch.context() as faked:
         faked.setattr(cpu, "define", lambda _, keeps: registration.define(next(defined), keeps))
+        faked.setattr(cpu, "define_pieces", lambda _: registration.define_pieces(next(pieces)))
+        faked.setattr(cpu, "PIECES", {})
         libraries, unusable = cpu._load(tmp_path)
     assert libraries == {}
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", cpu)  # which interpreted would take the call
