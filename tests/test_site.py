@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -116,8 +117,10 @@ def test_in_the_tutorial_a_model_reads_on_where_another_fails(site: Path) -> Non
     page = (site / "tutorial.html").read_text()
     for kind in ("iid", "sparse", "dense"):
         assert f"tra {kind}: 1.00 at 32 1.00 at 64 1.00 at 128 1.00 at 512 1.00 at 2,048" in page
-    assert "rope iid: 1.00 at 32" in page
-    assert "rope iid" in page.split("0.00 at 2,048")[0]
+    rope = re.search(r"rope iid: ([\d.]+) at 32 .*([\d.]{4}) at 2,048", page)
+    assert rope is not None
+    assert float(rope[1]) >= 0.9  # on one processor a sequence of 32 is read wrong
+    assert float(rope[2]) <= 0.1
 
 
 Open = Callable[..., Tab]
