@@ -10,7 +10,7 @@ import torch
 
 from tra.bench.cases import Case, cases
 from tra.bench.compare import check_kernel, measured_rows
-from tra.bench.cost import measure_costs, write_costs
+from tra.bench.cost import Cost, measure_costs, write_costs
 from tra.bench.gpu import gpu_cases
 from tra.bench.memory import peak_of_attention
 from tra.bench.timing import interleaved
@@ -83,7 +83,8 @@ def run_benchmarks(asked: BenchRequest, more: Sequence[Case] = ()) -> dict[str, 
             return run_benchmarks(replace(asked, variant=None), more)
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be cpu where PyTorch finds no GPU, got 'cuda'")
-    folder, costs = asked.place, []
+    folder = asked.place
+    costs: list[Cost] = []
     if asked.cost:
         steps, costs = measure_costs(asked.seconds, asked.attention, asked.scale)
         measured = {"steps": [asdict(step) for step in steps], "rows": [row.to_dict() for row in costs]}
