@@ -26,7 +26,7 @@ def test_a_sound_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     findings = [doctor.Finding(**finding) for finding in said["findings"]]
-    assert said["seconds"] > 0
+    assert 0 < said["seconds"] < 60
     kernels = found(findings, "CPU kernel")
     assert len(kernels) >= 3 * len(cpu.LIBRARIES)
     assert sum("(in use)" in finding.check for finding in kernels) >= 3

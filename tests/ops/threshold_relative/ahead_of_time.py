@@ -81,9 +81,9 @@ PROCESSORS = {
     "gfx942": Processor("mfma", "v_mfma_f32_{shape}_{type}", 64 << 10, 64 << 10, 32),
 }
 NAMES = {"bfloat16": "bf16", "float16": "f16"}
-TWINS = {"sm_80": "sm_86", "sm_89": "sm_86"}
+TWINS = {"sm_89": "sm_86"}
 """Processors for which Triton writes the text that it writes for another, up to the name: only the assembler is run for
-them. That the texts are the same is checked wherever COMPARED holds."""
+them. That the texts are the same is checked wherever COMPARED holds. (sm_80 has another text in Triton 3.9.0.)"""
 COMPARED = ("bfloat16", 64)
 """Dtype and width, of every kernel."""
 

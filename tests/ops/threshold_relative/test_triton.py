@@ -938,6 +938,27 @@ def test_few_operations_surround_the_kernels(
             assert operations.names == [*expected[:-2], *walks]
 
 
+@interpreted
+@pytest.mark.usefixtures("parts")
+def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.10 changes the default, and with it the last bits."""
+    from tra.ops.threshold_relative.triton import launch
+
+    options: list[dict[str, Any]] = []
+
+    class Noting(Counting):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **given: options.append({x: given[x] for x in given.keys() - set(self.arg_names)})
+
+    for name in launch.kernels.__all__:
+        monkeypatch.setattr(launch.kernels, name, Noting(getattr(launch.kernels, name), []))
+    inputs = tuple(x[:1] for x in grouped(70, 16, 16))
+    gradients(inputs, torch.randn(1, 4, 70, 16), key_mask=MASK[:1, :70])
+    run(inputs[0][:, :, -1:], *inputs[1:3], inputs[3][:, :, -1:])
+    assert len(options) > 10
+    assert all(given["enable_fp_fusion"] is True for given in options)
+
+
 class Listed:
     """A kernel that is not launched, but named."""
 

@@ -198,6 +198,30 @@ def test_a_callers_modes_do_not_disturb_the_check(checked: list[str]) -> None:
     assert checked == ["forward"]
 
 
+def test_the_reference_takes_one_thread_and_the_kernel_those_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more, `tra doctor` took minutes on a busy machine."""
+    from tra.ops.threshold_relative.triton import trust
+
+    seen, threads = {}, torch.get_num_threads()
+
+    def noting(name: str, function: Any) -> Any:
+        def noted(*given: Any) -> Any:
+            seen[name] = torch.get_num_threads()
+            return function(*given)
+
+        return noted
+
+    for name in ("_reference", "_plain", "_distance"):
+        monkeypatch.setattr(trust, name, noting(name, getattr(trust, name)))
+    torch.set_num_threads(3)
+    try:
+        trust.compare_with_reference("forward", torch.float32, noting("kernel", lambda *_: {"out": torch.zeros(1)}))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == {"_reference": 1, "_plain": 1, "_distance": 1, "kernel": 3}
+
+
 def test_where_a_verdict_is_stored_depends_on_the_machine_and_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     from tra.ops.threshold_relative.triton import trust

@@ -347,11 +347,10 @@ class Call(NamedTuple):
 
     def launch(self, kernel: Any, grid: tuple[int, ...], tile: tiles.Tile | None, **given: Any) -> None:
         """Launch a kernel with those of the arguments that it has."""
-        options = {}
         if tile is not None:
             given.setdefault("M", tile.rows)
-            options = tiles.launch_options(self.family, tile)
         known = {**self.common, **given}
+        options = tiles.launch_options(self.family, tile)
         kernel[grid](**{name: known[name] for name in kernel.arg_names}, **options)
 
     def choices(self, kernel: str) -> tuple[tiles.Tile, ...]:

@@ -49,8 +49,12 @@ def choices(kernel: str, family: str, dtype: torch.dtype, width: int, value_widt
     return tuple(Tile(rows, warps, number) for number in stages)
 
 
-def launch_options(family: str, tile: Tile) -> dict[str, int]:
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+def launch_options(family: str, tile: Tile | None) -> dict[str, int]:
+    # Said at every launch, because Triton 3.10 changes the default.
+    options = {"enable_fp_fusion": True}
+    if tile is None:
+        return options
+    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
     if family in ("warp", "hopper", "blackwell"):
         # Left to itself the assembler spills where that lets one more program share the registers.
         options["maxnreg"] = MOST_REGISTERS
