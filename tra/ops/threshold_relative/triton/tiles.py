@@ -51,7 +51,7 @@ def choices(kernel: str, family: str, dtype: torch.dtype, width: int, value_widt
 
 def launch_options(family: str, tile: Tile | None) -> dict[str, int]:
     # Said at every launch, because Triton 3.10 changes the default.
-    options = {"enable_fp_fusion": True}
+    options: dict[str, int] = {"enable_fp_fusion": True}
     if tile is None:
         return options
     options |= {"num_warps": tile.warps, "num_stages": tile.stages}
