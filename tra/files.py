@@ -5,13 +5,17 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tra.progress import say
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PARTIAL = ".partial"
 """Ends the name of what is being written; what a killed process left of it can be removed."""
@@ -51,6 +55,16 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file with the permissions that other files get; the library's own writes for the user alone."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    usual = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    path.chmod(usual)
 
 
 def opened(path: Path) -> BufferedReader:

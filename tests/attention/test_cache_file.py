@@ -1,13 +1,18 @@
 """Caches on disk: the same as in memory, checked when they are read again."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from tra import model as decoders
+from tra.attention.cache import Cache, StaticCache
 from tra.attention.cache_file import FileCache
+from tra.attention.far_cache import FarCache
 from tra.errors import RunError
 from tra.hub import from_decoder, generation
 from tra.hub.generation import reader as hub_reader
@@ -60,11 +65,92 @@ def test_the_cache_of_something_else_is_refused_by_name(model: Decoder, tmp_path
         model.load_cache(path, filled, tokenizer="mine")
     with pytest.raises(RunError, match="there is no cache"):
         model.load_cache(tmp_path / "nothing")
+
+
+def test_a_damaged_file_is_refused_and_nothing_is_read_of_it(model: Decoder, tmp_path: Path) -> None:
+    path, cache = tmp_path / "cache.safetensors", model.new_cache()
+    with torch.no_grad():
+        model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
+    model.save_cache(path, cache)
     whole = path.read_bytes()
-    for damaged in (whole[:-40], whole[:60], b"", b"{}" * 100):
+    one_byte = bytearray(whole)
+    one_byte[-7] ^= 1
+    other_shape = whole.replace(b"[1,2,5,8]", b"[1,5,2,8]", 1)
+    other_config = whole.replace(b"about", b"abuot")
+    for damaged in (whole[:-40], whole[:60], b"", b"{}" * 100, one_byte, other_shape, other_config):
         path.write_bytes(damaged)
+        filled = model.new_cache()
         with pytest.raises(RunError, match=r"no intact cache|no cache of this package"):
-            model.load_cache(path, tokenizer="mine")
+            model.load_cache(path, filled)
+        assert [len(layer) for layer in filled] == [0, 0]
+    path.unlink()
+    os.mkfifo(path)  # nobody writes to it
+    with pytest.raises(RunError, match=r"could not read the cache .*Not a regular file"):
+        model.load_cache(path)
+
+
+def test_where_a_cache_cannot_be_written_the_one_before_stays(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache, tokens = tmp_path / "cache.safetensors", model.new_cache(), torch.zeros(1, 5, dtype=torch.long)
+    with torch.no_grad():
+        model(tokens, cache=cache)
+    with pytest.raises(ValueError, match=r"tokens must have the shape \[1, 5\] of the cache, got \[1, 4\]"):
+        model.save_cache(path, cache, tokens[:, :4])
+    model.save_cache(path, cache)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(RunError, match=r"could not write the cache .*No space left on device"):
+        model.save_cache(path, cache)
+    with pytest.raises(RunError, match="could not write the cache"):
+        model.save_cache(tmp_path / "nowhere" / "cache.safetensors", cache)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the place of a file cannot be taken here")
+def test_a_full_disk_is_an_error_before_anything_is_written_to_it(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To write to mapped memory that the disk has no place for would kill the process."""
+    there = model.new_cache(tmp_path, capacity=8)
+    with torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.long), cache=there)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with torch.no_grad(), pytest.raises(RunError, match=r"could not make a cache of 1,024 bytes in .*No space left"):
+        model(torch.zeros(1, 1, dtype=torch.long), cache=there)
+    assert [len(layer) for layer in there] == [8, 8]
+    there[0].release()
+    assert there[0].stored[0].isfinite().all()
+
+
+def test_every_kind_of_cache_is_saved_as_far_as_it_is_used(model: Decoder, tmp_path: Path) -> None:
+    tokens = torch.randint(11, (1, 30))
+
+    def kinds() -> list[list[Cache]]:
+        others = [[StaticCache(64) for _ in range(2)], [FarCache(near=4) for _ in range(2)]]
+        return [model.new_cache(), model.new_cache(tmp_path, capacity=50), *others]
+
+    with torch.inference_mode():
+        expected = model(tokens, cache=model.new_cache())[:, -1]
+        sizes = set()
+        for number, cache in enumerate(kinds()):
+            path = tmp_path / f"{number}.safetensors"
+            model(tokens[:, :29], cache=cache)
+            model.save_cache(path, cache, tokens[:, :29])
+            sizes.add(path.stat().st_size)
+            for other in kinds():
+                model.load_cache(path, other)
+                torch.testing.assert_close(model(tokens[:, 29:], cache=other)[:, -1], expected)
+    assert len(sizes) == 1
 
 
 def test_a_cache_in_a_file_is_the_cache_in_memory(model: Decoder, tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ class Cache:
         self._length = length
         return self.stored
 
+    def extend(self, *new: Tensor) -> None:
+        """Store the new tokens."""
+        self.append(*new)
+
     def with_new(self, *new: Tensor) -> tuple[Tensor, ...]:
         """The tensors of all tokens so far and of the new ones, which are not stored."""
         if not self._length:

@@ -1,18 +1,22 @@
 """Caches on disk: saved to be read again, or kept in a mapped file because they exceed memory."""
 
+import errno
 import json
 import math
 import mmap
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import BinaryIO
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from tra.attention.cache import Cache
 from tra.errors import RunError
-from tra.files import written_aside
+from tra.files import opened, write_tensors, written_aside
 
 FORMAT = "1"
 RELEASE_AFTER = 256
@@ -27,7 +31,7 @@ class FileCache(Cache):
 
     Args:
         folder: where the files are; it must be on a disk with room for them, not in memory.
-        capacity: for how many tokens there is room at first. The file is sparse: what is not written takes no place.
+        capacity: for how many tokens there is room at first; their place on the disk is taken at once.
 
     Example:
         >>> cache = FileCache(getfixture("tmp_path"), capacity=64)
@@ -59,25 +63,36 @@ class FileCache(Cache):
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def _new_buffers(self, capacity: int, like: tuple[Tensor, ...]) -> list[Tensor]:
-        capacity, self._maps = max(capacity, self.capacity), []
-        shapes = [(*tensor.shape[:2], capacity, *tensor.shape[3:]) for tensor in like]
-        return [self._mapped(shape, tensor.dtype) for shape, tensor in zip(shapes, like, strict=True)]
+        shapes = [(*tensor.shape[:2], max(capacity, self.capacity), *tensor.shape[3:]) for tensor in like]
+        made = [self._mapped(shape, tensor.dtype) for shape, tensor in zip(shapes, like, strict=True)]
+        self._maps = [mapped for mapped, _ in made]
+        return [buffer for _, buffer in made]
 
-    def _mapped(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _mapped(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[mmap.mmap, Tensor]:
         count = math.prod(shape)
         try:
             with TemporaryFile(dir=self.folder) as file:  # has no name, so nothing is left behind
-                file.truncate(max(count, 1) * dtype.itemsize)
+                _take_place(file, max(count, 1) * dtype.itemsize)
                 mapped = mmap.mmap(file.fileno(), 0)
         except OSError as error:
             room = f"{count * dtype.itemsize:,} bytes"
             raise RunError(f"could not make a cache of {room} in {self.folder}: {error}") from error
         mapped.madvise(mmap.MADV_RANDOM)  # nothing is read ahead: rows stop where they are done
-        self._maps.append(mapped)
-        return torch.frombuffer(mapped, dtype=dtype, count=max(count, 1))[:count].view(*shape)
+        return mapped, torch.frombuffer(mapped, dtype=dtype, count=max(count, 1))[:count].view(*shape)
 
     def select(self, rows: Tensor) -> None:
         raise ValueError("the rows of a cache in a file cannot be selected")
+
+
+def _take_place(file: BinaryIO, size: int) -> None:
+    """Make a file of so many bytes, which the disk has: without, a write to mapped memory could kill the process."""
+    file.truncate(size)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # of disks that cannot say
+                raise
 
 
 def save_cache(
@@ -91,20 +106,27 @@ def save_cache(
         about: what a reader must know it by: the model's config, say. It is compared by :func:`load_cache`.
         tokens: ``[B, L]``: what was read.
     """
-    from safetensors.torch import save_file
+    from safetensors import SafetensorError
 
     if not caches or not len(caches[0]):
         raise ValueError("cache must hold at least one token to be saved")
     tensors = {
-        f"{layer}.{place}": tensor.contiguous()
+        f"{layer}.{place}": tensor.detach().narrow(2, 0, len(cache)).contiguous()  # a StaticCache gives all its room
         for layer, cache in enumerate(caches)
         for place, tensor in enumerate(cache.stored)
     }
     if tokens is not None:
+        expected = [caches[0].batch, len(caches[0])]
+        if list(tokens.shape) != expected:
+            raise ValueError(f"tokens must have the shape {expected} of the cache, got {list(tokens.shape)}")
         tensors["tokens"] = tokens.contiguous()
-    metadata = {"format": FORMAT, "about": json.dumps(about, sort_keys=True)}
-    with written_aside(Path(path)) as aside:
-        save_file(tensors, aside, metadata)
+    known_by = json.dumps(about, sort_keys=True)
+    metadata = {"format": FORMAT, "about": known_by, "checksum": _checksum(known_by, tensors)}
+    try:
+        with written_aside(Path(path)) as aside:
+            write_tensors(aside, tensors, metadata)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"could not write the cache {path}: {error}") from error
 
 
 def load_cache(
@@ -112,34 +134,45 @@ def load_cache(
 ) -> Tensor | None:
     """Fill empty caches with what :func:`save_cache` wrote, and return the tokens that were read.
 
-    A file of another model, dtype or tokenizer is a RunError that names what differs. The caches then stay empty.
+    A damaged file, or one of another model, dtype or tokenizer, is a RunError that names what differs. The caches then
+    stay empty.
     """
     from safetensors import SafetensorError, safe_open
 
     if any(len(cache) for cache in caches):
         raise ValueError("cache must be empty to be filled from a file")
     try:
+        opened(Path(path)).close()  # a pipe would keep its reader waiting
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise RunError(f"{path} is no cache of this package, or of another version")
-            stored = json.loads(metadata["about"])
-            for name in sorted(stored.keys() | about.keys()):
-                if stored.get(name) != about.get(name):
-                    raise RunError(f"{path} is the cache of another {name}: {stored.get(name)}, not {about.get(name)}")
-            found: list[list[Tensor]] = [[] for _ in caches]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        tokens = tensors.pop("tokens", None)
-        for name in sorted(tensors, key=lambda name: [int(number) for number in name.split(".")]):
-            found[int(name.split(".")[0])].append(tensors[name])
     except FileNotFoundError as error:
         raise RunError(f"there is no cache {path}") from error
-    except (SafetensorError, IndexError, KeyError, ValueError) as error:
+    except OSError as error:
+        raise RunError(f"could not read the cache {path}: {error}") from error
+    except SafetensorError as error:
         raise RunError(f"{path} is no intact cache: {error}") from error
-    lengths = {tensor.shape[2] if tensor.dim() > 2 else -1 for layer in found for tensor in layer}
-    if len(lengths) != 1 or -1 in lengths or not all(found):
-        raise RunError(f"{path} is damaged: its tensors have {sorted(lengths)} tokens")
+    if metadata.get("format") != FORMAT:
+        raise RunError(f"{path} is no cache of this package, or of another version")
+    known_by = metadata.get("about", "")
+    if metadata.get("checksum") != _checksum(known_by, tensors):
+        raise RunError(f"{path} is no intact cache: its checksum is not that of what it holds")
+    stored = json.loads(known_by)
+    for name in sorted(stored.keys() | about.keys()):
+        if stored.get(name) != about.get(name):
+            raise RunError(f"{path} is the cache of another {name}: {stored.get(name)}, not {about.get(name)}")
+    tokens = tensors.pop("tokens", None)
     with torch.no_grad():
-        for cache, layer in zip(caches, found, strict=True):
-            cache.append(*(tensor.to(device) for tensor in layer))
+        for layer, cache in enumerate(caches):
+            names = sorted(name for name in tensors if name.startswith(f"{layer}."))
+            cache.extend(*(tensors[name].to(device) for name in names))
     return tokens
+
+
+def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
+    """Of all that a file says: safetensors itself does not notice a byte that differs."""
+    found = crc32(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        found = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
+        found = crc32(tensor.cpu().view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"

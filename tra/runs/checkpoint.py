@@ -6,7 +6,6 @@ checkpoints/step-00000100/model.safetensors, optimizer.safetensors, state.json (
 import hashlib
 import os
 import re
-import stat
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -16,11 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tra.errors import RunError
-from tra.files import opened, read_json, remove_folder, remove_partial, write_json, written_aside
+from tra.files import opened, read_json, remove_folder, remove_partial, write_json, write_tensors, written_aside
 
 FORMAT = 1
 STATE = "state.json"
@@ -70,7 +69,7 @@ class Checkpoints:
                 digests = {}
                 for name, tensors in parts.items():
                     file = aside / f"{name}.safetensors"
-                    _write(tensors, file)
+                    write_tensors(file, _apart(tensors))
                     digests[file.name] = _digest(file)
                 write_json(aside / STATE, {"format": FORMAT, "step": step, "run": self.run(), "files": digests})
         except (OSError, SafetensorError) as error:
@@ -240,14 +239,6 @@ def restore(found: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimize
         optim_state_dict={"state": moments, "param_groups": [{"params": list(moments)}]},
         options=StateDictOptions(full_state_dict=True),
     )
-
-
-def _write(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """With the permissions that other files get; the library's own writes for nobody but the user."""
-    file.touch()
-    usual = stat.S_IMODE(file.stat().st_mode)
-    save_file(_apart(tensors), file)
-    file.chmod(usual)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
