@@ -8,6 +8,7 @@ from dataclasses import replace
 from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.figure2 import FIGURE2, whole_text
 from tra.experiments.scales import shrunk_text
+from tra.experiments.table1 import AIDED
 from tra.recipes import Recipe, RecipeOf
 from tra.report.figures import perplexity_by_steps
 from tra.report.tables import Table, comparison_tables, difference_table
@@ -43,7 +44,7 @@ STEPS = Experiment(
         "smoke": {column: shrunk_text(recipe_of) for column, recipe_of in COLUMNS.items()},
         "small": COLUMNS,
     },
-    rows=("tra", "tra-distance-only", "fot"),
+    rows=("tra", AIDED, "tra-learned", "tra-distance-only", "fot", "stick-breaking"),
     tuning=replace(FIGURE2.tuning, column=FIRST),
     at_scale={"smoke": {"tuning": None}},
     tables=_tables,
