@@ -188,7 +188,7 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
 
 
 class LearnedThresholdAttention(ThresholdRelativeAttention):
-    """TRA as it is recommended for text: each head learns its threshold, through straight-through gradients.
+    """TRA in the recommended form: each head learns its threshold, through straight-through gradients.
 
     The same arguments as :class:`ThresholdRelativeAttention` takes, with other defaults.
     """

@@ -29,7 +29,7 @@ class BenchRequest:
     """What is to be measured. The command has an option for each field."""
 
     run: Path | None = None
-    """Run folder of a trained model to measure, in place of random inputs."""
+    """Run folder of a trained model to measure, instead of random inputs."""
     lengths: tuple[int, ...] = ()
     """Tokens at which a run is measured; 4096, 16384 and 65536 by default."""
     folder: Path | None = field(default=None, metadata={"option": "output"})
@@ -39,7 +39,7 @@ class BenchRequest:
     only: str = ""
     """Measure only rows whose name contains this."""
     cost: bool = False
-    """Measure instead whole training steps of every mechanism, time and peak memory, against RoPE."""
+    """Measure whole training steps of every mechanism instead: time and peak memory, against RoPE."""
     attention: tuple[str, ...] = ()
     """With --cost: the mechanisms; all by default."""
     scale: str = "small"

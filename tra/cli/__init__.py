@@ -11,13 +11,13 @@ from tra.version import __version__
 
 COMMANDS = {
     "demo": "Train TRA and RoPE on flip-flop and compare them past the training length (two or three minutes).",
-    "train": "Train a recipe: tra train RECIPE [options], or go on with tra train --resume RUN.",
+    "train": "Train a recipe: tra train RECIPE [options]. Resume a run: tra train --resume RUN.",
     "evaluate": "Measure a trained run on its recipe's sets, or on others.",
-    "reproduce": "Make a table or figure of the paper, or an experiment of one's own: tra reproduce NAME|FILE.",
-    "inspect": "Show what a trained run attends to: heatmaps, and a summary of every head.",
+    "reproduce": "Make a table or figure of the paper, or run your own experiment: tra reproduce NAME|FILE.",
+    "inspect": "Show what a trained run attends to: heatmaps, a summary of every head, an interactive page.",
     "adopt": "Put TRA into a pretrained model of Hugging Face: tra adopt MODEL FOLDER.",
     "export": "Write a run as a Hugging Face folder: tra export RUN FOLDER.",
-    "generate": "Continue a prompt with a run on text or an exported folder, streaming.",
+    "generate": "Continue a prompt with a run on text or an exported folder.",
     "bench": "Measure the operator and whole training steps against PyTorch's attention, as ratios.",
     "doctor": "Check this machine: kernels, GPUs, threads, versions, and what is missing.",
     "list": "List recipes, mechanisms with their options, tasks, experiments, model sizes and trained models.",

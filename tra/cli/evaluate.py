@@ -11,28 +11,28 @@ from tra.cli.parsing import Common, on_console, parse
 
 @dataclass(frozen=True)
 class Evaluate(Common):
-    """Measure a trained run on named, fixed sets: full-sequence exact match, or the perplexity of text.
+    """Evaluate a trained run on named, fixed sets: full-sequence exact match, or the perplexity of text.
 
-    On the recipe's own sets, what is found is stored with the run.
+    Results on the recipe's own sets are stored with the run.
     """
 
     run: Path = field(metadata={"positional": "RUN"})
     """Run: its folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
     sets: tuple[str, ...] = ()
-    """Names of evaluation sets; those of the recipe by default."""
+    """Names of evaluation sets; the recipe's by default."""
     lengths: tuple[int, ...] = ()
-    """Lengths in the task's unit, windows in tokens for text; those of the recipe by default."""
+    """Lengths in the task's unit (for text: windows in tokens); the recipe's by default."""
     examples: int | None = None
-    """Sequences per set; as many as the recipe says by default, else 100. Of a text: windows; by default every length
-    reads as much as the recipe does."""
+    """Sequences per set; the recipe's number by default, else 100. For text: windows; by default every length reads as
+    many tokens as in the recipe."""
     stride: int | None = None
-    """Of a text: let windows overlap and move on by this many tokens; without it they lie side by side."""
+    """For text: windows overlap and move on by this many tokens; by default they lie side by side."""
     data: str | None = None
-    """Instead of generated sets, the published copy: "hub", or a folder that holds it."""
+    """Evaluate on the published copy of the task instead of generated sets: "hub", or a folder that holds it."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the mechanism, others than it was trained with, e.g. scaling=yarn factor=8 trained_length=128."""
+    """Options of the mechanism to change for the evaluation, e.g. scaling=yarn factor=8 trained_length=128."""
     context_parallel: int = 1
-    """How many of the processes that torchrun started share each sequence, each with a part of its tokens."""
+    """Number of processes, started by torchrun, that share each sequence."""
     json: bool = False
     """Print JSON."""
 

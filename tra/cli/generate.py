@@ -15,7 +15,7 @@ MOST_BEAMS = 1024
 
 @dataclass(frozen=True)
 class Generate(Common):
-    """Continue a prompt, printing text as it comes and then the speed."""
+    """Continue a prompt: print the text as it is generated, then the speed."""
 
     run: Path = field(metadata={"positional": "RUN"})
     """Run on text (its folder, FOLDER@best or pretrained:NAME), or a folder that tra export wrote."""
@@ -25,25 +25,25 @@ class Generate(Common):
     tokens: int = 100
     """New tokens at most."""
     temperature: float = 1.0
-    """Of sampling; 0 takes the most probable token every time."""
+    """Sampling temperature; 0 always takes the most probable token."""
     top_k: int = 0
-    """Sample among so many of the most probable tokens; 0 means all."""
+    """Sample among this many of the most probable tokens; 0 means all."""
     top_p: float = 1.0
     """Sample among the most probable tokens that together have this probability."""
     beams: int = 1
-    """Beams of beam search, which neither samples nor streams."""
+    """Number of beams; beam search does not sample or stream."""
     seed: int = 0
-    """Of sampling: the same seed gives the same text."""
+    """Seed of sampling: the same seed gives the same text."""
     echo: bool = False
-    """Print a prompt from a file, too. One that is given as text is always printed."""
+    """Also print a prompt that was read from a file. A prompt given as text is always printed."""
     cache: Path | None = None
-    """Go on from what was read before: a file that --save-cache wrote."""
+    """Continue from a file that --save-cache wrote."""
     save_cache: Path | None = None
-    """Store what is read now, so that --cache goes on from there without reading it again."""
+    """Save the cache of what was read, so that --cache continues without reading it again."""
     context_parallel: int = 1
-    """How many processes read the prompt together, each a part of its tokens: all that torchrun started."""
+    """Number of processes, started by torchrun, that read the prompt together. All of them must."""
     json: bool = False
-    """Print a line of JSON for each piece of text as it comes, and one with the whole text and the speed at the end."""
+    """Print a line of JSON for each new piece of text, and a last one with the whole text and the speed."""
 
 
 def run(arguments: list[str]) -> int:

@@ -12,21 +12,21 @@ PAGE = "explorer.html"
 
 @dataclass(frozen=True)
 class Inspect(Common):
-    """Draw a run's attention on one sequence, white where it is exactly null, and summarise every head; or make a page
-    of it to look around in."""
+    """Draw a run's attention on one sequence (white is exactly 0) and summarise every head. With --html, write an
+    interactive page."""
 
     run: Path = field(metadata={"positional": "RUN"})
     """Run: its folder, FOLDER@best, FOLDER@STEP or pretrained:NAME."""
     text: str | None = None
-    """What a run on text is to read, or @FILE; without it, and for other runs, it is a sequence of their task."""
+    """Text to read, or @FILE, for a run on text; by default a sequence of the run's task."""
     length: int = 32
-    """Of a task's sequence, in its unit."""
+    """Length of the task's sequence, in its unit."""
     output: Path | None = None
     """Folder to write; RUN/inspection by default."""
     html: bool = False
-    """Write explorer.html, a page for the browser that needs nothing else, in place of a figure."""
+    """Write explorer.html, a self-contained page for the browser, instead of a figure."""
     beside: Path | None = None
-    """Another run to show beside it on the same sequence, with --html."""
+    """With --html: another run to show beside it on the same sequence."""
     figures: tuple[str, ...] = ()
     """Formats of the figure: png, svg, pdf; png by default, and none with --html."""
     json: bool = False

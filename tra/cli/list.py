@@ -21,8 +21,8 @@ STORED = Path(__file__).parent / "catalogue.json"
 
 @dataclass(frozen=True)
 class List(Common):
-    """List recipes, mechanisms and tasks with their options, experiments, model sizes, trained models that come with
-    the package, and plug-ins with the names that they bring."""
+    """List recipes, mechanisms and tasks with their options, experiments, model sizes, the trained models of the
+    package, and plug-ins with the names that they add."""
 
     implementations: bool = False
     """Also the implementations of the operator on this machine, with what each refuses."""

@@ -41,12 +41,11 @@ class Common:
     """What every command takes."""
 
     plugin: tuple[str, ...] = ()
-    """Modules, or files ending in .py, that bring mechanisms, tasks and recipes of one's own; installed ones are found
+    """Modules, or files ending in .py, with your own mechanisms, tasks and recipes. Installed plug-ins load
     without it."""
 
     threads: int | None = None
-    """Threads to compute with, divided among runs that go on at the same time; as many as cores by default. On a busy
-    machine fewer are faster."""
+    """Threads in all, divided among parallel runs; one per core by default. On a busy machine fewer are faster."""
 
     @property
     def plugin_words(self) -> list[str]:

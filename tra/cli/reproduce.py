@@ -13,15 +13,15 @@ from tra.experiments import Request, load_experiment
 
 @dataclass(frozen=True)
 class Reproduce(Common):
-    """Run the grid behind a table or figure of the paper, or behind an experiment of one's own, and make tables and
-    figures from the stored results.
+    """Run the grid behind a table or figure of the paper, or behind your own experiment, and make tables and figures
+    from the stored results.
 
-    Finished runs are skipped and interrupted ones go on where they were, so the same command can be given again.
+    Finished runs are skipped and interrupted ones resume, so the same command can be given again.
     """
 
     name: str = field(metadata={"positional": "NAME|FILE"})
-    """table1, figure1, figure2, figure3, norms, aids, learned, longer, steps, passkey, demo, or the path of a file that
-    defines an Experiment called experiment."""
+    """table1, figure1, figure2, figure3, norms, aids, longer, steps, passkey, demo, or the path of a file that defines
+    an Experiment called experiment."""
     request: Request = field(metadata={"flat": Request})
     dry_run: bool = False
     """Only print the runs, their parameters and tokens, and the time, estimated from a few measured steps."""

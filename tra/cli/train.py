@@ -19,23 +19,23 @@ from tra.tasks import TASKS, build_task, task_options
 USAGE = """usage: tra train RECIPE [options]
        tra train --resume RUN [--steps N]
 
-Train a recipe, measure it and store what was found. A run that is stopped goes on with --resume and ends with the same
-weights as one that never was. With --steps, a run whose schedule is constant or wsd goes on to that many steps in all.
+Train a recipe, evaluate it and store the results. --resume continues a stopped run, which ends with the same weights
+as an uninterrupted one. With --steps it extends a run with the schedule constant or wsd to that many steps in all.
 
-  tra train RECIPE --help          everything that a recipe says, each an option that overrides it
+  tra train RECIPE --help          all fields of the recipe, each of which is an option
   --model.attention NAME           another mechanism; rope+tra has TRA in every second layer
   --model.options NAME=VALUE ...   options of the mechanism; tra list shows them
-  --task-options NAME=VALUE ...    options of the task, over those of the recipe
+  --task-options NAME=VALUE ...    options of the task; they override the recipe's
   --init-from RUN|FOLDER           begin with the weights of another run or of an exported model
   --schedule NAME                  learning rate after the warm-up: cosine, constant, or wsd (warm-up, stable, decay)
   --validate-every N               measure while training, and keep the best checkpoint (RUN@best)
   --patience N                     stop early after N validations without a new best
   --no-measure                     do not measure after the last step: for a quick trial
-  --output FOLDER                  run folder; under runs/ by default, with what differs from the recipe in its name
+  --output FOLDER                  run folder; by default under runs/, named after the recipe and your changes
   --context-parallel N             under torchrun: N processes share each sequence
-  --track NAME ...                 trackers to tell the metrics too: tensorboard, wandb, trackio, ...
+  --track NAME ...                 send the metrics to trackers: tensorboard, wandb, trackio, ...
   --threads N                      threads to compute with
-  --plugin MODULE|FILE.py ...      mechanisms, tasks and recipes of one's own
+  --plugin MODULE|FILE.py ...      your own mechanisms, tasks and recipes
 
 recipes:
 """
@@ -43,7 +43,7 @@ recipes:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Common):
-    """Train a recipe, measure it and store what was found. Options override what the recipe says.
+    """Train a recipe, evaluate it and store the results. Options override fields of the recipe.
 
     --model.options is short for --model.attention-options.
     """
@@ -53,15 +53,15 @@ class Train(Common):
     changes: dict[str, Any] = field(default_factory=dict, metadata={"flat": Recipe})
     """What the run has in place of what the recipe says."""
     output: Path | None = None
-    """Run folder; by default runs/RECIPE-ATTENTION-SEED, with what differs from the recipe in its name."""
+    """Run folder; by default runs/RECIPE-ATTENTION-SEED, with your changes in its name."""
     resume: Path | None = None
-    """Go on with the run in this folder, with --steps to so many in all; in place of RECIPE."""
+    """Resume the run in this folder (give no RECIPE); --steps N extends it to N steps in all."""
     track: tuple[str, ...] = ()
-    """Trackers to tell the metrics too, whichever accelerate knows: tensorboard, wandb, trackio, ..."""
+    """Send the metrics to any tracker of accelerate: tensorboard, wandb, trackio, ..."""
     measure: bool = True
-    """--no-measure leaves out measuring after the last step; tra evaluate does it later."""
+    """--no-measure skips the evaluation after the last step; tra evaluate does it later."""
     context_parallel: int = 1
-    """How many of the processes that torchrun started share each sequence, each with a part of its tokens."""
+    """Number of processes, started by torchrun, that share each sequence."""
     reuse_memory: bool = True
     """On a CPU, let the allocator keep freed memory for the next step."""
 

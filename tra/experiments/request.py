@@ -39,21 +39,21 @@ class Request:
     folder: Path | None = field(default=None, metadata={"option": "output"})
     """Folder to work in; runs/NAME-SCALE by default, with what --set and --steps change."""
     scale: str | None = None
-    """smoke (seconds), small (two cores, hours) or paper (GPUs), or whatever scales a file has; small by default."""
+    """smoke (seconds), small (two cores, hours) or paper (GPUs), or a scale of your file; small by default."""
     seeds: int | None = None
-    """Runs of each kind, with seeds 0, 1, ...; as many as the experiment says by default."""
+    """Number of seeds (0, 1, ...) of each row and column; the experiment's by default."""
     attention: tuple[str, ...] = ()
     """Rows or mechanisms; all of the experiment by default."""
     columns: tuple[str, ...] = ()
-    """Columns, tasks say, to run and to show; all of the experiment by default."""
+    """Columns (for most experiments, tasks) to run and show; all of the experiment by default."""
     steps: int | None = None
-    """Steps of every run, in place of what its recipe says: short for --set steps=N."""
+    """Steps of every run, instead of the recipe's: short for --set steps=N."""
     set: dict[str, Any] = field(default_factory=dict)
-    """Fields of every recipe, in place of what it says, e.g. batch=16 model.width=64 task_options.alphabet=20."""
+    """Fields to change in every recipe, e.g. batch=16 model.width=64 task_options.alphabet=20."""
     jobs: int = 1
-    """Runs at the same time, each with its part of the threads (or a GPU of its own)."""
+    """Runs in parallel, each with its share of the threads (or a GPU of its own)."""
     shard: Shard = WHOLE
-    """This machine's part of the runs, e.g. 2/3, where several machines share the folder."""
+    """This machine's share of the runs, e.g. 2/3, if several machines share the folder."""
     train: bool = True
     """--no-train makes tables and figures from what is stored, without training."""
     figures: tuple[str, ...] = ("png",)
@@ -61,10 +61,10 @@ class Request:
     style: str | None = None
     """A style sheet of matplotlib, by name or path."""
     join: tuple[Path, ...] = ()
-    """Files results.json of the same experiment, or of columns that it shares with another, from machines that do not
-    share the folder, to be shown with the runs that are here; what was tuned and run there is not done again."""
+    """results.json files of the same experiment, or of one that shares columns, from machines that do not share the
+    folder. Their results are added; what was tuned and run there is not repeated."""
     cluster: str | None = None
-    """Run every run as a job, through submitit: slurm, or local to try it."""
+    """Submit every run as a job through submitit: slurm, or local to try it."""
     cluster_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of the cluster, e.g. partition=gpu,gpus_per_node=1,timeout_min=600."""
     command: str = field(default="", metadata={"hidden": True})

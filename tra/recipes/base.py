@@ -1,4 +1,4 @@
-"""What a recipe says, and how it is stored with a run."""
+"""The fields of a recipe, and how it is stored with a run."""
 
 import hashlib
 import json
@@ -32,15 +32,15 @@ LONGEST_NAME = 150
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run, completely: the same recipe gives the same weights."""
+    """Everything that determines a run: the same recipe gives the same weights."""
 
     name: str = field(compare=False)
     """What the run is called."""
     model: DecoderConfig
     task: str
-    """Name of the task to train on; "text" for language modelling."""
+    """Name of the task; "text" for language modelling."""
     length: int
-    """Of training sequences, in the task's unit; string tasks mix all lengths up to this one."""
+    """Length of training sequences, in the task's unit; string tasks mix all lengths up to this one."""
     steps: int
     batch: int
     """Sequences per step, over all processes."""
@@ -56,41 +56,41 @@ class Recipe:
     warmup: float = 0.05
     """Share of the steps over which the learning rate rises linearly."""
     warmup_steps: int | None = None
-    """Warm-up in steps, in place of the share."""
+    """Warm-up in steps, instead of a share."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """The learning rate after the warm-up. "cosine" falls to zero, "constant" stays, and "wsd" (warm-up, stable, decay)
     stays and falls linearly over the last steps. A run with one of the last two can be extended."""
     decay: float = 0.2
     """Share of the steps over which the learning rate falls when the schedule is "wsd"."""
     init_from: str | None = None
-    """Begin with the weights of another model: a run, RUN@best, pretrained:NAME, or a folder as tra export writes it.
-    By default weights are drawn from the seed."""
+    """Begin with the weights of another model: a run, RUN@best, pretrained:NAME, or a folder that tra export wrote. By
+    default weights are drawn from the seed."""
     beta2: float = 0.999
-    """How slowly AdamW's estimate of the gradient's size changes; 0.95 makes short runs much steadier."""
+    """AdamW's second beta; 0.95 makes short runs much steadier."""
     weight_decay: float = 0.01
     clip: float = 1.0
     """Largest norm of the gradient."""
     accumulate: int = 1
-    """Pieces into which a process divides its part of the batch, to save memory."""
+    """Gradient accumulation: pieces into which a process divides its part of the batch, to save memory."""
     precision: Literal["no", "bf16"] = "no"
     """Mixed precision."""
     gradient_checkpointing: bool = False
-    """Compute each block again in the backward pass instead of keeping what it computed, to save memory."""
+    """Recompute each block in the backward pass instead of keeping its activations, to save memory."""
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     evaluations: tuple[Evaluation, ...] = field(default=(), metadata={"hidden": True})
     """Measured after the last step."""
     validate_every: int | None = None
-    """Measure the validation sets every so many steps and after the last one, and keep the best checkpoint."""
+    """Measure the validation sets every this many steps and after the last one, and keep the best checkpoint."""
     validation: tuple[str, ...] = ()
-    """Sets to validate on: NAME, NAME@LENGTH or NAME@LENGTH:EXAMPLES, such as iid or sparse@256. By default those of
-    the recipe that are no longer than the training sequences."""
+    """Sets to validate on: NAME, NAME@LENGTH or NAME@LENGTH:EXAMPLES, such as iid or sparse@256. By default the
+    recipe's sets within the training length."""
     watch: str = "loss"
-    """Measure of validation, averaged over the sets, that says which checkpoint is best: loss, or exact_match,
+    """The measure, averaged over the validation sets, that decides which checkpoint is best: loss, or exact_match,
     token_accuracy, perplexity, depending on the task."""
     patience: int | None = None
-    """Stop early after so many validations in a row without a new best."""
+    """Stop early after this many validations in a row without a new best."""
 
     def __post_init__(self) -> None:
         task = self.build_task()
@@ -129,8 +129,7 @@ class Recipe:
         return build_task(self.task, self.task_options)
 
     def folder_name(self, usual: "Recipe | None" = None) -> str:
-        """What its run's folder is called when nobody says: recipe, mechanism, what differs from the usual recipe, and
-        the seed.
+        """Default name of the run's folder: recipe, mechanism, what differs from the usual recipe, and the seed.
 
         Example:
             >>> from tra.recipes import build_recipe
@@ -211,17 +210,17 @@ class Recipe:
         return sorted({*plugins_of(self.model.attention), *([] if of_task is None else [of_task])})
 
     def measured_like(self, other: "Recipe") -> "Recipe":
-        """With the evaluations of a recipe of another training length, at as many times this one's."""
+        """With the evaluations of another recipe, their lengths scaled to this training length."""
         return replace(self, evaluations=self.rescaled_evaluations(other))
 
     def rescaled_evaluations(self, other: "Recipe") -> tuple[Evaluation, ...]:
-        """Those of a recipe of another training length, at as many times this one's."""
+        """The evaluations of another recipe, their lengths scaled to this training length."""
         task, factor = self.build_task(), Fraction(self.length, other.length)
         return tuple(task.rescaled(entry, factor) for entry in other.evaluations)
 
     def changed(self, changes: Mapping[str, Any]) -> "Recipe":
-        """The recipe with other values of fields; those of the model have names such as ``model.width``, and single
-        options such as ``task_options.alphabet`` and ``model.attention_options.theta``.
+        """The recipe with other values of some fields. Names reach into the model (``model.width``) and into options
+        (``task_options.alphabet``, ``model.attention_options.theta``).
 
         Example:
             >>> from tra.recipes import build_recipe

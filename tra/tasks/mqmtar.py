@@ -1,10 +1,10 @@
-"""Multi-query multi-token associative recall, MQMTAR (Vasylenko et al. 2025, arXiv 2506.16640): which value came with
-this key, when keys and values have two tokens each?
+"""MQMTAR (Vasylenko et al. 2025, arXiv 2506.16640): which value came with this key of two tokens?
 
     <bos> k4 k2 v9 v3 k2 k4 v1 v1 <sep> k2 k4 -> v1 v1 k4 k2 -> v9 v3 <eos>
 
-Four keys are asked for, or all where there are fewer, and their values count. Keys share their tokens, so that neither
-token finds a value by itself, and no key comes twice. The layout and the alphabet are ours.
+Multi-query multi-token associative recall: keys and values have two tokens each. Four keys are asked for, or all if
+there are fewer, and their values count. Keys share tokens, so one token alone does not find a value. No key comes
+twice. The layout and the alphabet are ours.
 """
 
 from collections.abc import Mapping, Sequence
