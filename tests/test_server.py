@@ -360,6 +360,16 @@ def test_a_long_body_is_refused_before_it_is_read(complete: Any, url: str) -> No
     assert len(sent) < 50_000  # what lies in buffers between the two
 
 
+def test_a_client_that_leaves_while_it_sends_is_no_failure(
+    complete: Any, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as raw:
+        raw.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"model": "mod')
+    assert complete(max_tokens=1).choices
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
 def test_a_key_is_asked_for_where_there_is_one(serve: Any, folder: Path) -> None:
     with served(serve.make_app(folder, api_key="secret")) as url:
         for key, right in (("secret", True), ("wrong", False)):
@@ -437,6 +447,31 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(serve: Any, monkeypatch: py
     batcher.waiting, batcher.changed = deque(), threading.Condition()
     batcher.run()
     assert read == ["long", "short", "long"]
+
+
+def test_a_long_prompt_does_not_wait_for_ever_new_short_ones(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round ends one short prompt and brings another."""
+    read: list[str] = []
+    batcher = serve.Batcher.__new__(serve.Batcher)
+    batcher.reading, batcher.groups = deque(["short 0", "long"]), []
+    rounds = iter(range(1, 7))
+
+    def admit(self: Any) -> bool:
+        number = next(rounds)
+        self.reading.append(f"short {number}")
+        return number < 6
+
+    def read_one(self: Any, row: str) -> None:
+        read.append(row)
+        if row != "long":
+            self.reading.remove(row)
+
+    monkeypatch.setattr(serve.Batcher, "_admit", admit)
+    monkeypatch.setattr(serve.Batcher, "_read", read_one)
+    monkeypatch.setattr(serve.Batcher, "_rows", lambda self: [])
+    batcher.waiting, batcher.changed = deque(), threading.Condition()
+    batcher.run()
+    assert read == ["short 0", "long", "short 1", "short 2", "long"]
 
 
 def test_more_texts_than_there_can_be_are_refused_for_good(serve: Any, folder: Path) -> None:

@@ -123,8 +123,11 @@ class Batcher(threading.Thread):
             with torch.inference_mode():
                 while self._admit():
                     if self.reading:
-                        self._read(self.reading[0])
-                        self.reading.rotate(-1)  # prompts take turns, so that a short one does not wait for a long one
+                        row = self.reading[0]
+                        self._read(row)
+                        # Prompts take turns, so that a short one does not wait for a long one, nor that for many.
+                        if self.reading and self.reading[0] is row:
+                            self.reading.rotate(-1)
                     for group in self.groups:
                         self._step(group)
                     self.groups = [group for group in self.groups if group.rows]

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
@@ -330,7 +330,7 @@ def make_app(
             Route("/v1/models/{model:path}", one_model),
             Route("/v1/completions", completions, methods=["POST"]),
         ],
-        exception_handlers={RefusedError: refused, HTTPException: unknown, Exception: failed},
+        exception_handlers={RefusedError: refused, HTTPException: unknown, ClientDisconnect: left, Exception: failed},
         lifespan=lifespan,
     )
 
@@ -446,6 +446,11 @@ def refused(_: Request, error: Exception) -> Response:
 def unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return RefusedError(f"{request.method} {request.url.path}: {error.detail}", error.status_code).response()
+
+
+def left(_: Request, __: Exception) -> Response:
+    """The client has gone while it sent its request."""
+    return Response(status_code=499)  # which nobody reads
 
 
 def failed(_: Request, error: Exception) -> Response:
