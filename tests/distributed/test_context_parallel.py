@@ -175,6 +175,24 @@ def test_processes_have_the_bits_of_one_process(tmp_path: Path) -> None:
         check(case, EDGES[number], parts, of_one_call(case))
 
 
+def test_shards_that_do_not_fit_together_are_refused_in_every_process() -> None:
+    def other(shards: ContextParallel, what: str) -> str:
+        tokens = torch.zeros(1, 3, 4)
+        if what == "chunk":
+            shards.chunk += shards.rank
+        with (
+            torch.autocast("cpu", torch.float16, enabled=what == "dtype" and shards.rank == 1),
+            pytest.raises(ValueError, match="all shards must have the same") as refused,
+        ):
+            shards.layout(tokens)
+        return str(refused.value)
+
+    for what, here, there in (("chunk", "16", "17"), ("dtype", "torch.float32", "torch.float16")):
+        zero, one = in_threads(2, 16, partial(other, what=what))
+        assert zero == f"all shards must have the same {what}: {here} at rank 0, {there} at rank 1"
+        assert one == f"all shards must have the same {what}: {there} at rank 1, {here} at rank 0"
+
+
 def test_a_document_that_begins_in_the_shard_asks_nobody() -> None:
     starts = torch.tensor([[0, 0, 0, 0, 4, 4, 4, 4]])
     layout = Layout(0, [4, 2, 2], 1, starts=starts)

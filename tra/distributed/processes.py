@@ -211,15 +211,24 @@ class ContextParallel:
             segment_ids: ``[B, n]`` of this process; the same number is the same document in all of them.
         """
         batch, count = tokens.shape[:2]
-        kind = DTYPES.index(tokens.dtype) if tokens.dtype in DTYPES else -1
-        mine = torch.tensor([count, batch, kind, key_mask is not None, segment_ids is not None])
-        all_of_them = [each.tolist() for each in self.exchange(mine)]
+        device, dtype = tokens.device.type, tokens.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        mine = {
+            "tokens": count,
+            "batch size": batch,
+            "dtype": DTYPES.index(dtype) if dtype in DTYPES else -1,
+            "key_mask or none": int(key_mask is not None),
+            "segment_ids or none": int(segment_ids is not None),
+            "chunk": self.chunk,
+        }
+        all_of_them = [each.tolist() for each in self.exchange(torch.tensor(list(mine.values())))]
         for rank, theirs in enumerate(all_of_them):
             if theirs[0] < 1:
                 raise ValueError(f"every process must hold at least one token, rank {rank} holds none")
-            for at, name in ((1, "batch size"), (2, "dtype"), (3, "key_mask or none"), (4, "segment_ids or none")):
-                if theirs[at] != mine[at]:
-                    said = [DTYPES[x] if at == 2 else x for x in (int(mine[at]), theirs[at])]
+            for (name, here), there in zip(list(mine.items())[1:], theirs[1:], strict=True):
+                if there != here:
+                    said = [DTYPES[x] if name == "dtype" else x for x in (here, there)]
                     raise ValueError(
                         f"all shards must have the same {name}: {said[0]} at rank {self.rank}, {said[1]} at rank {rank}"
                     )
