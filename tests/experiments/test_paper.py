@@ -271,9 +271,12 @@ def test_figure2_without_its_text_says_what_is_missing(
 
 @pytest.mark.usefixtures("small_texts")
 def test_figure2_compares_mechanisms_on_the_same_windows(tmp_path: Path) -> None:
-    others = ("fot", "alibi", "rope", "rope theta=500000", "cope", "stick-breaking")
+    others = ("fot", "alibi", "rope", "rope theta=500000", "cope", "stick-breaking", "selective")
     rows = [as_row(row).label for row in FIGURE2.rows]
-    assert rows == ["tra", "tra straight_through=0.5", "tra-learned", "tra-distance-only", *others]
+    assert rows == [
+        *("tra", "tra straight_through=0.5", "tra-learned", "tra-distance-only"),
+        *(*others, "nape", "ssmax", "asentmax"),
+    ]
     for scale in FIGURE2.scales:
         assert grid_of(FIGURE3, scale=scale).tuning == grid_of(FIGURE2, scale=scale).tuning, (
             "or it would not find the model of figure 2"
@@ -282,7 +285,7 @@ def test_figure2_compares_mechanisms_on_the_same_windows(tmp_path: Path) -> None
     for scale in ("paper", "small", "smoke"):
         (usual,) = (recipe_of() for recipe_of in FIGURE2.scales[scale].values())
         cells = grid_of(FIGURE2, tmp_path, scale, seeds=2).cells()
-        assert len({cell.folder for cell in cells}) == len(cells) == 20
+        assert len({cell.folder for cell in cells}) == len(cells) == 28
         assert {replace(cell.recipe, seed=0, model=usual.model) for cell in cells} == {usual}
 
 

@@ -37,7 +37,7 @@ FIGURE2 = Experiment(
     },
     rows=(
         *("tra", AIDED, "tra-learned", "tra-distance-only", "fot", "alibi"),
-        *(ROPE, FIXED_THETA[0], "cope", "stick-breaking"),
+        *(ROPE, FIXED_THETA[0], "cope", "stick-breaking", "selective", "nape", "ssmax", "asentmax"),
     ),
     seeds=3,
     tuning=protocol(1.5e-3, 3e-3, 6e-3),

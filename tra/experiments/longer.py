@@ -24,7 +24,10 @@ assert TABLE1.tuning is not None
 
 LONGER = Experiment(
     scales={"smoke": {column: shrunk(recipe_of) for column, recipe_of in COLUMNS.items()}, "small": COLUMNS},
-    rows=("tra", AIDED, "tra-distance-only", "fot", "stick-breaking", "selective", "cope"),
+    rows=(
+        *("tra", AIDED, "tra-learned", "tra-distance-only", "fot", "stick-breaking", "selective", "cope"),
+        *("nape", "ssmax", "asentmax"),
+    ),
     seeds=3,
     # As many steps of tuning as the table has.
     tuning=replace(TABLE1.tuning, rounds=tuple((share / TIMES, number) for share, number in TABLE1.tuning.rounds)),

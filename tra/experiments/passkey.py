@@ -27,7 +27,7 @@ def passkey(attention: str = "tra") -> Recipe:
 
 PASSKEY = Experiment(
     scales={"smoke": {"passkey": shrunk(passkey)}, "small": {"passkey": passkey}},
-    rows=(*FIGURE2.rows, "selective"),
+    rows=FIGURE2.rows,
     seeds=3,
     tuning=TABLE1.tuning,
     at_scale={"smoke": {"tuning": None}},
