@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from torch import Tensor
 
+from tra.hub import adopt
+from tra.hub.adopted_attention import TraGates
 from tra.hub.adoption import FAMILIES
 
 VOCABULARY, WINDOW = 31, 6
@@ -36,10 +40,28 @@ def build_family(family: str, auto: Any = transformers.AutoModelForCausalLM, **c
     return model
 
 
-def families() -> list[str]:
-    return list(FAMILIES)
-
-
 def tokens_of(batch: int = 2, length: int = 13) -> torch.Tensor:
     """Without token 0, which is padding."""
     return torch.randint(1, VOCABULARY, (batch, length))
+
+
+OPEN = {"gate_bias": 100.0, "threshold": None}
+"""Gates open and every key kept: the original."""
+every_family = pytest.mark.parametrize("family", FAMILIES)
+some_families = pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+def adopted(family: str, config: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A model with gates and thresholds that differ from token to token."""
+    model = adopt(build_family(family, **(config or {})), **{"gate_bias": 1.0, "threshold_start": 0.0, **options})
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, TraGates):
+                for parameter in module.parameters():
+                    parameter += 0.1 * torch.randn_like(parameter)
+    return model

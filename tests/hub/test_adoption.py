@@ -1,43 +1,24 @@
 """TRA in models of transformers: nothing else changes, and what it computes is TRA."""
 
-import copy
-import json
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
-from tests.hub.families import VOCABULARY, WITH_WINDOWS, build_family, families, tokens_of
+from tests.hub.families import (
+    OPEN,
+    VOCABULARY,
+    WITH_WINDOWS,
+    adopted,
+    build_family,
+    close,
+    every_family,
+    some_families,
+    tokens_of,
+)
 from tra.hub import adopt, unadopt
-from tra.hub.adopted_attention import TraGates
-
-OPEN = {"gate_bias": 100.0, "threshold": None}
-"""Gates open and every key kept: the original."""
-every_family = pytest.mark.parametrize("family", families())
-some_families = pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-
-
-def adopted(family: str, config: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A model with gates and thresholds that differ from token to token."""
-    model = adopt(build_family(family, **(config or {})), **{"gate_bias": 1.0, "threshold_start": 0.0, **options})
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, TraGates):
-                for parameter in module.parameters():
-                    parameter += 0.1 * torch.randn_like(parameter)
-    return model
 
 
 @every_family
@@ -116,6 +97,26 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 @torch.no_grad()
+def test_a_document_that_begins_behind_a_cache_is_refused(family: str) -> None:
+    model, tokens = adopted(family), tokens_of(2, 10)
+    for positions in ([0, 1, 2, 3, 4], [5, 6, 0, 1, 2]):
+        cache = model(tokens[:, :5]).past_key_values
+        with pytest.raises(ValueError, match="documents must not be packed behind tokens in past_key_values"):
+            model(tokens[:, 5:], past_key_values=cache, position_ids=torch.tensor([positions]))
+    mask = torch.ones_like(tokens)
+    mask[0, :6] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for cut in (3, 6, 7):  # a row begins in the second piece where the first is padding
+        cache = model(tokens[:, :cut], attention_mask=mask[:, :cut], position_ids=positions[:, :cut]).past_key_values
+        later = {"attention_mask": mask, "position_ids": positions[:, cut:], "past_key_values": cache}
+        found = model(tokens[:, cut:], **later).logits
+        close(found[0, max(6 - cut, 0) :], expected[0, max(6, cut) :])
+        close(found[1], expected[1, cut:])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@torch.no_grad()
 def test_documents_that_padding_separates_do_not_see_each_other(family: str) -> None:
     model, first, second = adopted(family), tokens_of(1, 5), tokens_of(1, 6)
     row = torch.cat([first, tokens_of(1, 2), second], dim=1)
@@ -156,9 +157,10 @@ def test_windows_stay_windows() -> None:
     assert not torch.allclose(model(tokens).logits[:, 12], model(other).logits[:, 12])
 
 
+@every_family
 @torch.no_grad()
-def test_weights_that_are_asked_for_are_those_that_mixed_the_values() -> None:
-    model, tokens = adopted("llama"), tokens_of()
+def test_weights_that_are_asked_for_are_those_that_mixed_the_values(family: str) -> None:
+    model, tokens = adopted(family), tokens_of()
     out = model(tokens, output_attentions=True, output_hidden_states=True)
     assert len(out.attentions) == 3
     assert len(out.hidden_states) == 4
@@ -224,117 +226,15 @@ def test_a_static_cache_in_pieces_and_with_padding(family: str) -> None:
     close(torch.cat(found, dim=1)[0, 3:], expected[0, 3:])
 
 
-def test_it_compiles_as_one_graph() -> None:
-    model, tokens = adopted("llama", {"num_hidden_layers": 1}), tokens_of()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        close(compiled(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
-    loss = compiled(tokens, labels=tokens, use_cache=False).loss
-    assert all(gradient is not None for gradient in torch.autograd.grad(loss, list(model.parameters())))
-
-
-def test_lora_leaves_gates_alone_or_trains_them_whole(tmp_path: Path) -> None:
-    tokens = tokens_of()
-    model = peft.get_peft_model(adopted("llama"), peft.LoraConfig(target_modules="all-linear"))
-    assert not any("tra" in name.split(".") for name, one in model.named_parameters() if one.requires_grad)
-    model = peft.get_peft_model(adopted("llama"), peft.LoraConfig(modules_to_save=["tra"]))
-    trained = [name for name, one in model.named_parameters() if one.requires_grad]
-    assert any("gate_bias" in name for name in trained)
-    assert any("q_proj.lora_A" in name for name in trained), "peft finds Llama's targets by itself"
-    model(tokens, labels=tokens).loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05
-        expected = model(tokens).logits
-    model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(adopted("llama"), tmp_path)
-    with torch.no_grad():
-        close(again(tokens).logits, expected)
-        close(again.merge_and_unload()(tokens).logits, expected)
-
-
 @every_family
 @torch.no_grad()
-def test_a_saved_folder_is_the_same_model_again(family: str, tmp_path: Path) -> None:
-    model, tokens = adopted(family, threshold="head", layers=[0, 2]), tokens_of()
-    expected = model(tokens).logits
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == f"tra_{family}"
-    assert config["tra"]["layers"] == [0, 2]
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(again) is type(model)
-    close(again(tokens).logits, expected)
-    assert torch.equal(pickle.loads(pickle.dumps(again))(tokens).logits, again(tokens).logits)
-    assert torch.equal(copy.deepcopy(again)(tokens).logits, again(tokens).logits)
-
-
-def test_elsewhere_the_folder_says_where_its_code_is(tmp_path: Path) -> None:
-    """In a process that knows nothing of this package, `trust_remote_code=True` leads to it."""
-    model, tokens = adopted("llama", {"num_hidden_layers": 1}), torch.arange(1, 9)[None]
-    model.save_pretrained(tmp_path / "model")
-    program = (
-        "import sys, torch, transformers\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "try:\n    AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=False)\n"
-        "except ValueError as error:\n    assert 'trust_remote_code' in str(error), error\n"
-        "else:\n    raise SystemExit('loaded without its code')\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "print(model(torch.arange(1, 9)[None]).logits.sum().item())"
-    )
-    options = {"capture_output": True, "text": True, "check": False}
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "model")], **options)  # type: ignore[call-overload]
-    assert done.returncode == 0, done.stderr
-    with torch.no_grad():
-        assert float(done.stdout.split()[-1]) == pytest.approx(model(tokens).logits.sum().item(), rel=1e-4, abs=1e-3)
-
-
-@torch.no_grad()
-def test_weights_of_the_original_load_directly_and_come_back(tmp_path: Path) -> None:
-    model, tokens = build_family("llama"), tokens_of()
-    expected = model(tokens).logits
-    model.save_pretrained(tmp_path / "original")
-    loaded = adopt(tmp_path / "original", **OPEN)
-    close(loaded(tokens).logits, expected)
-    loaded.save_pretrained(tmp_path / "adopted")
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "adopted")
-    direct, info = type(loaded).from_pretrained(tmp_path / "original", config=config, output_loading_info=True)
-    assert {key.split(".")[-2] for key in info["missing_keys"]} == {"tra"}
-    close(direct(tokens).logits, expected)
-    back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "adopted")
-    assert torch.equal(back(tokens).logits, expected)
-    restored = unadopt(loaded)
-    assert type(restored) is transformers.LlamaForCausalLM
-    assert type(restored.config) is transformers.LlamaConfig
-    assert type(restored.model) is transformers.LlamaModel
-    assert restored.state_dict().keys() == model.state_dict().keys()
-    assert torch.equal(restored(tokens).logits, expected)
-    assert "tra" not in restored.config.to_dict()
-    close(adopt(restored, **OPEN)(tokens).logits, expected)
-
-
-@torch.no_grad()
-def test_classifiers_are_adopted_too(tmp_path: Path) -> None:
-    auto = transformers.AutoModelForSequenceClassification
-    model, tokens = build_family("llama", auto, num_labels=3), tokens_of()
-    expected = model(tokens).logits
-    adopt(model, **OPEN)
-    close(model(tokens).logits, expected)
-    model.save_pretrained(tmp_path)
-    close(auto.from_pretrained(tmp_path)(tokens).logits, expected)
-    new = auto.from_config(model.config)
-    assert sum(isinstance(module, TraGates) for module in new.modules()) == 3
-
-
-@torch.no_grad()
-def test_half_precision_keeps_gates_in_the_dtype_of_the_model() -> None:
-    model, tokens = build_family("llama").bfloat16(), tokens_of()
-    original = model(tokens).logits
+def test_half_precision_loses_no_more_than_the_original_does(family: str) -> None:
+    model, tokens = build_family(family), tokens_of()
+    exact = model(tokens).logits
+    original = (model.bfloat16()(tokens).logits - exact).abs().mean()
     adopt(model, **OPEN)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    found = model(tokens).logits
-    assert (found - original).abs().mean() < 0.05 * original.abs().mean()
+    assert (model(tokens).logits - exact).abs().mean() < 1.5 * original
 
 
 @torch.no_grad()
@@ -353,21 +253,6 @@ def test_gpt2_without_positions_reads_beyond_its_last_position() -> None:
     model, tokens = adopted("gpt2", {"n_positions": 16}, drop_positions=True), tokens_of(1, 40)
     with torch.no_grad():
         assert model(tokens).logits.isfinite().all()
-
-
-def test_another_attention_is_refused_by_an_adopted_model_and_tra_by_others(tmp_path: Path) -> None:
-    model = adopted("llama")
-    with pytest.raises(ValueError, match="attn_implementation must be 'tra' for an adopted model"):
-        model.set_attn_implementation("sdpa")
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="attn_implementation must be 'tra' for an adopted model"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
-    model.set_attn_implementation("eager")
-    assert model.config._attn_implementation == "tra"
-    other = build_family("llama")
-    other.set_attn_implementation("tra")
-    with pytest.raises(ValueError, match=r"tra\.hub\.adopt\(model\)"):
-        other(tokens_of())
 
 
 @torch.no_grad()
@@ -395,12 +280,17 @@ def test_what_cannot_be_adopted_is_named_with_the_reason() -> None:
     model = build_family("llama")
     for wrong, message in (
         ({"layers": [3]}, "layers must hold layers from 0 to 2, got 3"),
+        ({"layers": [True]}, "layers must hold layers from 0 to 2, got True"),
         ({"layers": 1}, "layers must be a list of layers, got 1"),
         ({"drop_positions": [-1]}, "drop_positions must hold layers from 0 to 2, got -1"),
         ({"threshold": "token"}, "threshold"),
         ({"threshold": float("nan")}, "threshold must be a finite number"),
+        ({"threshold": True}, "threshold must be a finite number"),
+        ({"threshold_start": None}, "threshold_start must be a finite number"),
         ({"gate_bias": float("inf")}, "gate_bias must be a finite number"),
+        ({"gate_bias": "3"}, "gate_bias must be a finite number, got '3'"),
         ({"straight_through": 0.0}, "straight_through must be greater than 0"),
+        ({"straight_through": None}, "straight_through must be a temperature of at least 0"),
         ({"tolerance": -1.0}, "tolerance must be None or"),
         ({"impl": "fast"}, "impl"),
     ):
@@ -418,6 +308,29 @@ def test_what_cannot_be_adopted_is_named_with_the_reason() -> None:
         unadopt(build_family("llama"))
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text", "llama"])
+def test_attention_that_is_not_causal_is_refused(family: str) -> None:
+    name = "is_causal" if family == "llama" else "use_bidirectional_attention"
+    with pytest.raises(ValueError, match="model must be causal"):
+        adopt(build_family(family, **{name: family != "llama"}))
+    with pytest.raises(ValueError, match="is_causal must be True"):
+        adopted(family)(tokens_of(), is_causal=False)
+
+
+def test_a_model_that_is_offloaded_is_refused_and_an_adopted_folder_is_offloaded(tmp_path: Path) -> None:
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
+    rest = {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    loading: dict[str, Any] = {"device_map": {**places, **rest}, "offload_folder": str(tmp_path / "offloaded")}
+    build_family("llama").save_pretrained(tmp_path / "original")
+    with pytest.raises(ValueError, match="model must not be offloaded, got weights on the meta device"):
+        adopt(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original", **loading))
+    model, tokens = adopted("llama"), tokens_of()
+    model.save_pretrained(tmp_path / "adopted")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adopted", **loading)
+    with torch.no_grad():
+        close(found(tokens).logits, model(tokens).logits)
+
+
 @pytest.mark.parametrize("family", sorted(WITH_WINDOWS))
 @torch.no_grad()
 def test_generation_beyond_the_window_of_a_layer(family: str) -> None:
@@ -427,67 +340,3 @@ def test_generation_beyond_the_window_of_a_layer(family: str) -> None:
     for _ in range(8):
         expected = torch.cat([expected, model(expected, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(found, expected)
-
-
-def test_trainer_trains_gates_and_its_folder_loads(tmp_path: Path) -> None:
-    model = adopted("llama")
-    before = copy.deepcopy(model.state_dict())
-    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens_of(4, 9)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, learning_rate=0.01, report_to="none",
-        use_cpu=True, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows)  # type: ignore[arg-type]
-    trainer.train()
-    trainer.save_model()
-    changed = {
-        name.split(".")[-1] for name, value in model.state_dict().items() if not torch.equal(value, before[name])
-    }
-    assert {"gate_bias", "gate_weight", "threshold_bias", "threshold_weight"} <= changed
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = tokens_of()
-    with torch.no_grad():
-        close(again(tokens).logits, model.eval()(tokens).logits)
-
-
-@pytest.mark.filterwarnings("default")
-def test_quantised_weights_leave_gates_alone(tmp_path: Path) -> None:
-    torchao = pytest.importorskip("torchao")
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    model, tokens = adopted("llama"), tokens_of()
-    model.save_pretrained(tmp_path)
-    asked = transformers.TorchAoConfig(Int8WeightOnlyConfig())
-    quantised = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
-    changed = {
-        name.split(".")[-2]
-        for name, parameter in quantised.named_parameters()
-        if isinstance(parameter.data, torchao.utils.TorchAOBaseTensor)
-    }
-    assert "q_proj" in changed
-    assert "tra" not in changed
-    with torch.no_grad():
-        error = (quantised(tokens).logits - model(tokens).logits).abs()
-    assert error.median() < 0.05 * model(tokens).logits.abs().max()
-
-
-def test_fsdp_shards_gates_with_their_layers(tmp_path: Path) -> None:
-    """On one rank: parameters become shards, and logits and gradients stay."""
-    from torch import distributed
-    from torch.distributed.fsdp import fully_shard
-
-    model, tokens = adopted("llama"), tokens_of()
-    loss = model(tokens, labels=tokens, use_cache=False).loss
-    expected = torch.autograd.grad(loss, model.model.layers[0].self_attn.tra.gate_bias)[0]
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    try:
-        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        sharded = model(tokens, labels=tokens, use_cache=False).loss
-        close(sharded, loss)
-        sharded.backward()
-        close(model.model.layers[0].self_attn.tra.gate_bias.grad.full_tensor(), expected)
-    finally:
-        distributed.destroy_process_group()

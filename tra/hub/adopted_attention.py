@@ -27,6 +27,11 @@ NAME = "tra"
 """Of the attention function, of the module with gates, and of the options in a config."""
 
 
+def is_number(value: Any, least: float = -math.inf) -> bool:
+    """Whether it is a finite number, of at least so much; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+
+
 @dataclass(frozen=True)
 class Options:
     """What a config remembers of an adoption; the arguments of :func:`adopt`."""
@@ -41,22 +46,21 @@ class Options:
     impl: str = "auto"
 
     def __post_init__(self) -> None:
-        if not -math.inf < self.gate_bias < math.inf:
-            raise ValueError(f"gate_bias must be a finite number, got {self.gate_bias!r}")
+        for name in ("gate_bias", "threshold_start"):
+            if not is_number(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)!r}")
+        if not is_number(self.straight_through, least=0.0):
+            raise ValueError(f"straight_through must be a temperature of at least 0, got {self.straight_through!r}")
         if isinstance(self.threshold, str):
             lookup(dict.fromkeys(get_args(LearnedThreshold)), self.threshold, "threshold")
-            if not self.straight_through > 0.0:
+            if self.straight_through == 0.0:
                 raise ValueError(
                     "straight_through must be greater than 0 for a learned threshold, whose gradient passes through "
                     f"it; 0.5 does well, got {self.straight_through!r}"
                 )
-        elif self.threshold is not None and not -math.inf < self.threshold < math.inf:
+        elif self.threshold is not None and not is_number(self.threshold):
             raise ValueError(f"threshold must be a finite number, 'head', 'query' or None, got {self.threshold!r}")
-        if not -math.inf < self.threshold_start < math.inf:
-            raise ValueError(f"threshold_start must be a finite number, got {self.threshold_start!r}")
-        if not 0.0 <= self.straight_through < math.inf:
-            raise ValueError(f"straight_through must be a temperature of at least 0, got {self.straight_through!r}")
-        if self.tolerance is not None and not 0.0 <= self.tolerance < math.inf:
+        if self.tolerance is not None and not is_number(self.tolerance, least=0.0):
             raise ValueError(f"tolerance must be None or a number of at least 0, got {self.tolerance!r}")
         lookup({"auto": None, **IMPLEMENTATIONS}, self.impl, "impl")
 
@@ -68,7 +72,7 @@ class Options:
         if given is False:
             return set()
         for layer in given:
-            if not isinstance(layer, int) or not 0 <= layer < layers:
+            if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < layers:
                 raise ValueError(f"{name} must hold layers from 0 to {layers - 1}, got {layer!r}")
         return set(given)
 
@@ -121,6 +125,11 @@ class Call(NamedTuple):
     """The packed document of each token; None if there is one."""
 
 
+def before_gpt2(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The hook before a whole GPT-2, which keeps from its layers that attentions are asked for."""
+    return args, {**kwargs, "tra_output_attentions": kwargs.get("output_attentions")}
+
+
 def before_attention(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, options: Options, rotary_scale: float | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -136,13 +145,16 @@ def before_attention(
     looked = cache is None or not torch.compiler.is_compiling()
     if segments is None and tokens > 1 and kwargs.get("position_ids") is not None and looked:
         mask = kwargs.get("attention_mask")
+        earlier: bool | Tensor = cache is not None and int(cache.get_seq_length(module.layer_idx)) > 0
         if mask is not None:  # of the new tokens; in a matrix, whether each of them sees itself
             last = mask.shape[-1] if end is None else min(int(end), mask.shape[-1])  # behind it a static cache is empty
+            if earlier:  # and not all of it is padding
+                before = visible_in(mask[..., : last - tokens])
+                earlier = (before if mask.dim() == 2 else before[:, 0].any(dim=1)).any(dim=1, keepdim=True)
             mask = mask[..., last - tokens : last]
             mask = mask if mask.dim() == 2 else mask[:, 0].diagonal(dim1=1, dim2=2)
-            mask = mask == 0 if mask.is_floating_point() else mask.bool()
-            mask = mask.expand(batch, tokens)
-        segments = positioned_segments(kwargs["position_ids"], mask, batch, tokens)
+            mask = visible_in(mask).expand(batch, tokens)
+        segments = positioned_segments(kwargs["position_ids"], mask, batch, tokens, goes_on=earlier)
     if cache is not None and not torch.compiler.is_compiling():
         if getattr(cache, "tra_packed", False) and cache.get_seq_length(module.layer_idx) > 0:
             raise ValueError("past_key_values must not hold packed documents, which later tokens cannot tell apart")
@@ -154,6 +166,11 @@ def before_attention(
         cos, sin = kwargs["position_embeddings"]
         kwargs["position_embeddings"] = (torch.full_like(cos, rotary_scale), torch.zeros_like(sin))
     return args, kwargs
+
+
+def visible_in(mask: Tensor) -> Tensor:
+    """What a mask lets see: it says so, or a very negative number is added to the scores of the rest."""
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
 
 
 def attention_mask(
@@ -195,6 +212,7 @@ def attend(
     softcap: float | None = None,
     output_attentions: bool | None = None,
     tra_call: Call | None = None,
+    tra_output_attentions: bool | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function "tra" of transformers: ``[B, L, Hq, D]``, and weights where they are asked for."""
@@ -203,6 +221,10 @@ def attend(
             f"attn_implementation must not be '{NAME}' for a model without gates: adopt it with tra.hub.adopt(model), "
             f"got {type(module).__name__}"
         )
+    if keywords.get("is_causal") is False:
+        raise ValueError("is_causal must be True: TRA is causal, got False")
+    if output_attentions is None:
+        output_attentions = tra_output_attentions
     if output_attentions is None:
         output_attentions = module.config.output_attentions
     gates, options, end, segments = tra_call
@@ -218,8 +240,7 @@ def attend(
     if segments is not None and segments.shape[1] < keys:
         raise ValueError("documents must not be packed behind tokens in past_key_values")
     if attention_mask is not None and attention_mask.dim() == 4:
-        is_float = attention_mask.is_floating_point()
-        matrix = attention_mask > torch.finfo(attention_mask.dtype).min / 2 if is_float else attention_mask
+        matrix = visible_in(attention_mask)
         if segments is not None:
             matrix = matrix & (segments[:, None, :, None] == segments[:, None, None, :])
         visible, key_mask = matrix, None

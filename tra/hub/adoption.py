@@ -21,7 +21,7 @@ from tra.attention.threshold_relative import LearnedThreshold
 from tra.errors import RunError
 from tra.files import written_aside
 from tra.hub.adapters import tell_peft
-from tra.hub.adopted_attention import NAME, Options, TraGates, before_attention
+from tra.hub.adopted_attention import NAME, Options, TraGates, before_attention, before_gpt2
 from tra.hub.config import MODULE, NeverCopied, leads_to
 from tra.hub.modeling import mark_as_drawn
 
@@ -201,10 +201,17 @@ def refuse_others(model: transformers.PreTrainedModel) -> None:
     if type(model) not in known:
         names = ", ".join(sorted(one.__name__ for one in known))
         raise ValueError(f"model must be one of {names}, got {type(model).__name__}")
-    if not getattr(model.config, "is_causal", True):
-        raise ValueError("model must be causal, got one whose config says is_causal=False")
+    causal = [module.is_causal for module in attention_modules(model)]
+    if not getattr(model.config, "is_causal", True) or not all(causal):
+        raise ValueError("model must be causal, got one with is_causal=False")
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError("model must not have cross-attention, got add_cross_attention=True")
+    absent = [parameter.is_meta for parameter in model.parameters()]
+    if any(absent) and not all(absent):
+        raise ValueError(
+            "model must not be offloaded, got weights on the meta device: adopt it as it is on one device, and offload "
+            "the saved folder"
+        )
 
 
 def checked_layers(options: Options, model: transformers.PreTrainedModel) -> tuple[set[int], set[int]]:
@@ -252,13 +259,14 @@ def attach(model: Any) -> None:
         scale = rotary_scale(model, module) if module.layer_idx in without_positions else None
         hook = functools.partial(before_attention, options=options, rotary_scale=scale)
         module.tra_handles = [module.register_forward_pre_hook(hook, with_kwargs=True)]
-    if options.drop_positions is True:
-        for name, module in model.named_modules():
-            if name.split(".")[-1] == "wpe" and "tra_handles" not in vars(module):
-                module.tra_handles = [
-                    module.register_forward_pre_hook(lambda module, ids: torch.zeros_like(ids[0])),
-                    module.register_forward_hook(lambda module, ids, embedded: torch.zeros_like(embedded)),
-                ]
+    body: Any = model.base_model
+    if isinstance(body, transformers.GPT2Model) and "tra_handles" not in vars(body):
+        body.tra_handles = [body.register_forward_pre_hook(before_gpt2, with_kwargs=True)]
+        if options.drop_positions is True:
+            body.tra_handles += [
+                body.wpe.register_forward_pre_hook(lambda module, ids: torch.zeros_like(ids[0])),
+                body.wpe.register_forward_hook(lambda module, ids, embedded: torch.zeros_like(embedded)),
+            ]
 
 
 def rotary_scale(model: nn.Module, attention: Any) -> float:

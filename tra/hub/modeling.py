@@ -1,12 +1,10 @@
 """The decoder as a Hugging Face model."""
 
 import copy
-import inspect
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import (
@@ -23,10 +21,9 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from tra.attention.naming import find_mechanisms
 from tra.distributed import current
-from tra.hub.cache import TraCache, TraLayer, TraStaticLayer, prepare_cache
+from tra.hub.arguments import documents, key_mask_of, padded_mask, refuse_arguments
+from tra.hub.cache import TraCache, prepare_cache
 from tra.hub.config import UNDERSTOOD, NeverCopied, TraConfig, refuse_unknown
-from tra.hub.packing import FLATTENED, positioned_segments, told_segments
-from tra.lookup import lookup
 from tra.model import Block, Decoder, initialise
 
 log = logging.get_logger(__name__)
@@ -215,16 +212,10 @@ class TraModel(TraPreTrainedModel):
             past_key_values = None
         elif use_cache and past_key_values is None and current() is None:  # all keys would be sent around
             past_key_values = TraCache(self.decoder, layers)
-        refuse_arguments(kwargs)
+        refuse_arguments(kwargs, TraModel.forward)
         caches = None if past_key_values is None else prepare_cache(past_key_values, self.decoder, layers)
-        batch, new = inputs_embeds.shape[:2]
         first = caches[0] if caches else None
-        if isinstance(first, TraStaticLayer):
-            if not torch.compiler.is_compiling():
-                check_mask(attention_mask, batch, (int(first.get_seq_length()) + new, first.max_cache_len))
-            key_mask = key_mask_of(padded_mask(attention_mask, first.max_cache_len), batch, first.max_cache_len)
-        else:
-            key_mask = key_mask_of(attention_mask, batch, new + (0 if first is None else first.get_seq_length()))
+        key_mask = key_mask_of(attention_mask, first, *inputs_embeds.shape[:2])
         if segment_ids is None:
             segment_ids = documents(first, inputs_embeds, key_mask, position_ids, kwargs)
             if segment_ids is not None and current() is not None:
@@ -253,100 +244,6 @@ class TraModel(TraPreTrainedModel):
 
 def _wanted(model: TraModel, name: str, given: bool | None) -> bool:
     return bool(getattr(model.config, name) if given is None else given)
-
-
-def key_mask_of(attention_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """True for tokens and False for padding; None, which is faster, if there is no padding."""
-    if attention_mask is None:
-        return None
-    if attention_mask.shape != (batch, keys):
-        raise ValueError(
-            f"attention_mask must have the shape [batch, cached + new tokens] = {[batch, keys]}, 0 for padding, "
-            f"got {list(attention_mask.shape)}"
-        )
-    key_mask = attention_mask.bool()
-    # While compiling, the data cannot decide.
-    return key_mask if torch.compiler.is_compiling() or not key_mask.all() else None
-
-
-def check_mask(attention_mask: Tensor | None, batch: int, widths: tuple[int, int]) -> None:
-    """A mask beside a static cache is of the tokens so far or of all places."""
-    if attention_mask is not None and tuple(attention_mask.shape) not in {(batch, width) for width in widths}:
-        raise ValueError(
-            f"attention_mask must have the shape [batch, cached + new tokens] = {[batch, widths[0]]} or that of the "
-            f"whole cache, {[batch, widths[1]]}, 0 for padding, got {list(attention_mask.shape)}"
-        )
-
-
-def padded_mask(attention_mask: Tensor | None, keys: int) -> Tensor | None:
-    """A mask of the tokens so far as one of all places of a static cache, of which the rest is empty."""
-    if attention_mask is None or attention_mask.dim() != 2 or attention_mask.shape[1] >= keys:
-        return attention_mask
-    if not torch.compiler.is_compiling() and attention_mask.all():
-        return None
-    return F.pad(attention_mask, (0, keys - attention_mask.shape[1]))
-
-
-ARGUMENTS = {
-    "cache_position",  # of the tokens in the cache, which knows
-    "ignore_index",
-    "num_items_in_batch",
-    "output_router_logits",  # of experts, which there are none of
-    "return_dict",
-    "shift_labels",
-    "token_type_ids",
-    "tokenizer",  # of stop strings, which `generate` hands on
-    *FLATTENED,
-}
-"""What tools pass to any model beside the arguments that `forward` names."""
-
-
-def refuse_arguments(given: dict[str, Any]) -> None:
-    """Raise a ValueError for an argument that means nothing to `forward`, with the nearest that does."""
-    if given.get("is_causal", True) is False:
-        raise ValueError("is_causal must be True: every mechanism is causal, got False")
-    for name in given:
-        if name not in ARGUMENTS and name != "is_causal":
-            named = {*inspect.signature(TraModel.forward).parameters, "labels", "logits_to_keep"} - {"self", "kwargs"}
-            lookup(dict.fromkeys([*named, *ARGUMENTS]), name, "argument")
-
-
-def documents(
-    layer: TraLayer | None,
-    embedded: Tensor,
-    key_mask: Tensor | None,
-    position_ids: Tensor | None,
-    arguments: dict[str, Any],
-) -> Tensor | None:
-    """Segments ``[B, cached + L]`` from what says which documents are packed in a row, None if there is one document.
-
-    What the first layer of the cache knows of earlier tokens holds; new tokens go on with the last document, unless
-    their positions start again.
-    """
-    batch, new = embedded.shape[:2]
-    fixed = isinstance(layer, TraStaticLayer)
-    unknown = fixed and torch.compiler.is_compiling()  # how many tokens the cache holds
-    cached = 0 if layer is None or unknown else int(layer.get_seq_length())
-    told = told_segments(batch, new, embedded.device, arguments)
-    if told is not None and cached and not fixed:
-        raise ValueError("past_key_values must hold no tokens where cu_seq_lens_q or seq_idx divides a row")
-    if told is None and position_ids is not None and not unknown:
-        masked = None if key_mask is None else key_mask[:, cached : cached + new]
-        told = positioned_segments(position_ids, masked, batch, new, goes_on=cached > 0)
-    if fixed:
-        if told is not None:
-            raise ValueError(
-                "past_key_values must not be a StaticCache for packed documents: it holds one for each row"
-            )
-        return None
-    before = None if layer is None else layer.segments
-    if not cached or (told is None and before is None):
-        return told
-    if before is None:
-        before = torch.zeros(batch, cached, dtype=torch.long, device=embedded.device)
-    if told is None:
-        return torch.cat([before, before[:, -1:].expand(batch, new)], dim=1)
-    return torch.cat([before, before[:, -1:] + told], dim=1)
 
 
 class TraForCausalLM(TraPreTrainedModel, transformers.GenerationMixin):

@@ -34,13 +34,13 @@ def told_segments(batch: int, tokens: int, device: torch.device, arguments: dict
 
 
 def positioned_segments(
-    position_ids: Tensor, key_mask: Tensor | None, batch: int, tokens: int, goes_on: bool = False
+    position_ids: Tensor, key_mask: Tensor | None, batch: int, tokens: int, goes_on: bool | Tensor = False
 ) -> Tensor | None:
     """Segments ``[B, L]``: a document begins where a position does not continue that of the token before it.
 
     Padding belongs to no document. Behind padding a position may go on from the last token, or count the padding too.
-    With ``goes_on`` there are tokens before these, and a first one at position 0 begins a document. None, which is
-    faster, if there is one document.
+    With ``goes_on``, which may differ from row to row ``[B, 1]``, there are tokens before these, and a first one at
+    position 0 begins a document. None, which is faster, if there is one document.
     """
     if position_ids.shape not in ((batch, tokens), (1, tokens)):
         raise ValueError(
@@ -53,9 +53,9 @@ def positioned_segments(
         last = F.pad(place.where(key_mask, -1).cummax(dim=1).values[:, :-1], (1, 0), value=-1)  # token before this one
         step = position_ids - position_ids.expand(batch, -1).gather(1, last.clamp(min=0))
         begins = key_mask & (last >= 0) & (step != 1) & (step != place - last)
-    if goes_on:
+    if goes_on is not False:
         first = position_ids == 0 if key_mask is None else key_mask & (position_ids == 0) & (last < 0)
-        begins = begins | first
+        begins = begins | (first & goes_on)
     if not torch.compiler.is_compiling() and not begins.any():
         return None
     return begins.cumsum(dim=1).expand(batch, tokens)
