@@ -259,13 +259,13 @@ def attach(model: Any) -> None:
         scale = rotary_scale(model, module) if module.layer_idx in without_positions else None
         hook = functools.partial(before_attention, options=options, rotary_scale=scale)
         module.tra_handles = [module.register_forward_pre_hook(hook, with_kwargs=True)]
-    body: Any = model.base_model
-    if isinstance(body, transformers.GPT2Model) and "tra_handles" not in vars(body):
-        body.tra_handles = [body.register_forward_pre_hook(before_gpt2, with_kwargs=True)]
+    if isinstance(model.base_model, transformers.GPT2Model) and "tra_handles" not in vars(model.base_model):
+        gpt2: Any = model.base_model
+        gpt2.tra_handles = [gpt2.register_forward_pre_hook(before_gpt2, with_kwargs=True)]
         if options.drop_positions is True:
-            body.tra_handles += [
-                body.wpe.register_forward_pre_hook(lambda module, ids: torch.zeros_like(ids[0])),
-                body.wpe.register_forward_hook(lambda module, ids, embedded: torch.zeros_like(embedded)),
+            gpt2.tra_handles += [
+                gpt2.wpe.register_forward_pre_hook(lambda module, ids: torch.zeros_like(ids[0])),
+                gpt2.wpe.register_forward_hook(lambda module, ids, embedded: torch.zeros_like(embedded)),
             ]
 
 
