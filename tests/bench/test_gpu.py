@@ -41,7 +41,7 @@ def test_every_side_computes_the_shape_that_the_row_says() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_rows_hold_ratios_of_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_hold_ratios_of_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def clock() -> float:
@@ -50,9 +50,8 @@ def test_rows_hold_ratios_of_medians(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return now
 
     monkeypatch.setattr(timing.time, "perf_counter", clock)
-    monkeypatch.setattr(run, "check_kernel", lambda impl, device: None)
-    content = run.on_gpu(tmp_path / "new", 1.0, "decode", "cpu")
-    assert [(row["against"], row["shape"], row["ratio"]) for row in content["rows"]] == [
+    rows = compare.measured_rows([case for case in gpu.gpu_cases("cpu") if "decode" in case.what], 1.0)
+    assert [(row.against, row.shape, row.ratio) for row in rows] == [
         ("SDPA", "1x1x40", 1.0),
         ("SDPA", "2x1x40", 1.0),
     ]
@@ -66,8 +65,11 @@ def test_kernels_that_are_wrong_get_no_figures(tmp_path: Path, monkeypatch: pyte
         return right(*inputs, impl=impl) * (1.01 if impl == "triton" else 1.0)
 
     monkeypatch.setattr(compare, "threshold_relative_attention", wrong)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "check_kernel", lambda impl, device: compare.check_kernel(impl, "cpu"))
     with pytest.raises(RunError, match="no figures"):
-        run.on_gpu(tmp_path, 0.01, "", "cpu")
+        run.run_benchmarks(run.BenchRequest(folder=tmp_path / "new", device="cuda"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_device_that_is_not_there_is_one_line(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

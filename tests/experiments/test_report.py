@@ -1,18 +1,20 @@
 """`report.html`: what it says of a grid that has ended, and of one that runs."""
 
 import re
+import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import pytest
 
+from tests.experiments.conftest import REPRODUCE
 from tests.experiments.small import content_of, of_flip_flop
 from tra.errors import Interrupted
-from tra.experiments import Request, Row, Tuning, grid_report
+from tra.experiments import Outcome, Request, Row, Tuning, grid_report
 from tra.experiments.cells import Cell
 from tra.experiments.local_jobs import run_cell
 from tra.report.conclusions import conclusions
@@ -24,50 +26,84 @@ TUNED = of_flip_flop(
 )
 
 
+COMMAND = "tra reproduce mine.py & more"
+
+
 def text_of(page: str) -> str:
     """What a reader sees, without the tags."""
     body = re.sub(r"<(script|style|svg).*?</\1>", " ", page, flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 
-@pytest.mark.usefixtures("run_here")
-def test_a_report_says_what_was_run_how_what_came_of_it_and_what_tuning_took(tmp_path: Path) -> None:
-    folder = tmp_path / "grid"
-    request = Request(folder, "smoke", seeds=2, command="tra reproduce mine.py & more")
-    outcome = TUNED.perform(request)
+class Ended(NamedTuple):
+    """A grid that was tuned and run, and its report."""
+
+    folder: Path
+    outcome: Outcome
+    page: str
+    said: str
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Run once for all tests, which leave the folder as it is."""
+    folder = tmp_path_factory.mktemp("report") / "grid"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(REPRODUCE, "run_all", lambda cells, jobs: [run_cell(cell) for cell in cells])
+        outcome = TUNED.perform(Request(folder, "smoke", seeds=2, command=COMMAND))
     page = (folder / "report.html").read_text()
-    said = text_of(page)
-    assert "runs 4 of 4 finished seeds 0, 1" in said
-    assert "command tra reproduce mine.py & more 7 runs in" in said, "tuning included"
-    environment = content_of(folder)["sessions"][0]["environment"]
-    assert f"tra {environment['tra']}, torch {environment['torch']}, Python {environment['python']}" in said
-    for table in comparison_tables(outcome.records):
-        assert table.title in said
-        for row in table.rows:
-            assert " ".join(cell for cell in row if cell) in said
-    assert page.count("<strong>") == sum(len(table.best) for table in comparison_tables(outcome.records)) + 1
-    links = [folder / unquote(link) for link in re.findall(r'<a href="([^"]+)">', page)]
+    return Ended(folder, outcome, page, text_of(page))
+
+
+def test_a_report_says_what_was_run_where_and_what_came_of_it(ended: Ended) -> None:
+    assert "runs 4 of 4 finished seeds 0, 1" in ended.said
+    assert f"command {COMMAND} 7 runs in" in ended.said, "tuning included"
+    environment = content_of(ended.folder)["sessions"][0]["environment"]
+    assert f"tra {environment['tra']}, torch {environment['torch']}, Python {environment['python']}" in ended.said
+    (sentence,) = conclusions(ended.outcome.records).values()
+    assert f"What came out flip_flop {sentence}" in ended.said
+
+
+def test_a_report_has_every_table_with_what_is_best_in_bold(ended: Ended) -> None:
+    tables = comparison_tables(ended.outcome.records)
+    for table in tables:
+        assert table.title in ended.said
+        assert all(" ".join(cell for cell in row if cell) in ended.said for row in table.rows)
+    assert ended.page.count("<strong>") == sum(len(table.best) for table in tables) + 1, "and one of tuning"
+
+
+def test_a_report_links_every_run_and_draws_what_it_logged(ended: Ended) -> None:
+    links = [ended.folder / unquote(link) for link in re.findall(r'<a href="([^"]+)">', ended.page)]
     runs, explorers = ([link for link in links if (link.suffix == ".html") == html] for html in (False, True))
-    assert len(runs) == 7
+    assert len(runs) == ended.page.count("<polyline") == 7
     assert all((run / "recipe.json").exists() for run in runs)
     assert len(explorers) == 2, "one for the first seed of each row"
     assert all("explorer" in page.read_text() for page in explorers)
-    assert page.count("<polyline") == 7
-    assert page.count('<svg role="img"') == 2
-    assert 'aria-label="training, flip_flop"' in page
-    (sentence,) = conclusions(outcome.records).values()
-    assert f"What came out flip_flop {sentence}" in said
+    assert ended.page.count('<svg role="img"') == 2
+    assert 'aria-label="training, flip_flop"' in ended.page
+
+
+def test_a_report_says_how_settings_were_chosen_and_what_that_took(ended: Ended) -> None:
+    said = ended.said
     assert "grid learning_rate = 0.001, 0.002, 0.004 seeds 1000 rows tra budget 3 runs of" in said
-    chosen = content_of(folder)["tuning"]["flip_flop tra"]["chosen"]["learning_rate"]
+    chosen = content_of(ended.folder)["tuning"]["flip_flop tra"]["chosen"]["learning_rate"]
     edge = "" if chosen == 2e-3 else " (at the edge of what was tried: learning_rate)"
     assert f"chosen for flip_flop tra learning_rate = {chosen}{edge}" in said
     assert ("at the edge" in said) == bool(edge)
-    assert "<b>rope" not in page, "names are text"
-    assert "location.reload" in page
-    assert '"again":null' in page
-    assert not re.search(r"(?:src|href)=.?https?:", page)
-    TUNED.perform(replace(request, train=False))
-    assert (folder / "report.html").read_text() == page, "from what is stored it is the same"
+
+
+def test_a_report_takes_names_for_text_fetches_nothing_and_waits_for_nothing(ended: Ended) -> None:
+    assert "<b>rope" not in ended.page
+    assert not re.search(r"(?:src|href)=.?https?:", ended.page)
+    assert "location.reload" in ended.page
+    assert '"again":null' in ended.page
+
+
+def test_a_report_of_what_is_stored_is_the_same(ended: Ended, tmp_path: Path) -> None:
+    folder = tmp_path / "grid"
+    shutil.copytree(ended.folder, folder)
+    TUNED.perform(Request(folder, "smoke", seeds=2, command=COMMAND, train=False))
+    assert (folder / "report.html").read_text() == ended.page
 
 
 @pytest.mark.usefixtures("run_here")

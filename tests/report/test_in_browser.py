@@ -431,6 +431,7 @@ def test_in_a_notebook_it_is_a_frame_that_works(show: Show) -> None:
     assert inner.locator(".query").inner_text().startswith("Query 9 ")
 
 
+LOGGED = [{"step": 1, "loss": 2.0}, {"step": 600, "loss": 0.01}]
 REPORT = Report(
     title="<i>grid</i>",
     facts={"command": "tra reproduce </script><script>window.broken = 1</script>"},
@@ -449,8 +450,8 @@ REPORT = Report(
     ],
     figures={"accuracy": '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20"><path d="M0 0h9"/></svg>'},
     runs=[
-        RunLine("tra seed 0", "runs/tra/0", "finished", 600, 600, [(1, 2.0), (600, 0.01)], "iid: 1 at 64"),
-        RunLine("rope seed 0", "runs/a b/0", "running", 90, 600, [(1, 2.0)]),
+        RunLine("tra seed 0", "runs/tra/0", "finished", 600, LOGGED, "iid: 1 at 64"),
+        RunLine("rope seed 0", "runs/a b/0", "running", 600, [{"step": 90, "loss": 2.0}]),
     ],
 )
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from tra.attention import MECHANISMS
 from tra.attention.naming import find_mechanisms
 from tra.bench.memory import peak_of_training
@@ -15,7 +17,7 @@ from tra.files import write_text
 from tra.lookup import lookup
 from tra.model import DecoderConfig, sized
 from tra.progress import say
-from tra.report.figures import cost_by_attention, save_figure
+from tra.report.figures import save_figure
 from tra.report.tables import Table, latex
 
 
@@ -102,8 +104,9 @@ def write_costs(folder: Path, rows: Sequence[Cost]) -> None:
     table = cost_table(rows)
     write_text(folder / "table.md", table.markdown())
     write_text(folder / "table.tex", latex([table]))
-    if any(row.failure is None for row in rows):
-        save_figure(cost_by_attention([row.to_dict() for row in rows if row.failure is None]), folder / "cost.png")
+    measured = [row for row in rows if row.failure is None]
+    if measured:
+        save_figure(cost_by_attention(measured), folder / "cost.png")
 
 
 def measure(steps: Sequence[Step], names: Sequence[str], seconds: float) -> list[Cost]:
@@ -130,3 +133,22 @@ def cost_table(rows: Sequence[Cost]) -> Table:
     """A row per size and mechanism."""
     headings = ("model", "attention", "ms per step", "time / RoPE", "peak MB", "memory / RoPE")
     return Table(headings, [[row.size, row.attention, *row.texts()] for row in rows], words=2)
+
+
+def cost_by_attention(rows: Sequence[Cost]) -> Figure:
+    """Time per step and peak memory of each mechanism, as multiples of RoPE's."""
+    sizes = list(dict.fromkeys(row.size for row in rows))
+    figure = Figure(figsize=(9.0, 0.8 + 0.28 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(sizes), 2, squeeze=False, sharey="row")
+    for (time_panel, memory_panel), size in zip(panels, sizes, strict=True):
+        mine = [row for row in reversed(rows) if row.size == size]
+        names = [row.attention for row in mine]
+        colours = ["C1" if name == "tra" else "0.6" for name in names]
+        ratios = ([row.time_ratio for row in mine], [row.memory_ratio or 0.0 for row in mine])
+        for panel, values in zip((time_panel, memory_panel), ratios, strict=True):
+            panel.barh(names, values, color=colours)
+            panel.axvline(1.0, color="black", linewidth=0.8)
+            panel.spines[["top", "right"]].set_visible(False)
+        time_panel.set(title=f"time per training step, {size}", xlabel="times RoPE")
+        memory_panel.set(title=f"peak memory, {size}", xlabel="times RoPE")
+    return figure

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
-from tra.bench.cases import Case, cases
+from tra.bench.cases import Case, Comparison, cases
 from tra.bench.compare import check_kernel, measured_rows
-from tra.bench.cost import Cost, measure_costs, write_costs
+from tra.bench.cost import measure_costs, write_costs
 from tra.bench.gpu import gpu_cases
 from tra.bench.memory import peak_of_attention
 from tra.bench.timing import interleaved
@@ -20,8 +21,8 @@ from tra.environment import environment
 from tra.files import write_json
 from tra.ops.threshold_relative import cpu
 from tra.progress import say
-from tra.report.figures import save_figure, time_by_length
-from tra.runs import load_run
+from tra.report.figures import save_figure
+from tra.runs import Run, load_run
 
 
 @dataclass(frozen=True)
@@ -84,61 +85,54 @@ def run_benchmarks(asked: BenchRequest, more: Sequence[Case] = ()) -> dict[str, 
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be cpu where PyTorch finds no GPU, got 'cuda'")
     folder = asked.place
-    costs: list[Cost] = []
     if asked.cost:
         steps, costs = measure_costs(asked.seconds, asked.attention, asked.scale)
         measured = {"steps": [asdict(step) for step in steps], "rows": [row.to_dict() for row in costs]}
-    elif asked.device == "cuda":
-        measured = on_gpu(folder, asked.seconds, asked.only, asked.device)
     else:
-        measured = on_cpu(folder, asked, more)
+        run = None if asked.run is None else load_run(asked.run)
+        chosen = _chosen(asked, run, more)
+        check_kernel("triton" if asked.device == "cuda" else "auto", asked.device)
+        folder.mkdir(parents=True, exist_ok=True)  # says at once if it cannot be made
+        rows = measured_rows(chosen, asked.seconds)
+        measured = {**_besides(asked, run), "rows": [row.to_dict() for row in rows]}
     content = {"command": asked.command, "environment": environment(), **measured}
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "bench.json", content)  # before anything is drawn: what was measured is not lost
     if asked.cost:
         write_costs(folder, costs)
     elif asked.device == "cpu" and asked.run is None:
-        save_figure(time_by_length(measured["rows"]), folder / "bench.png")
+        save_figure(time_by_length(rows), folder / "bench.png")
     return content
 
 
-def on_gpu(folder: Path, seconds: float, only: str, device: str) -> dict[str, Any]:
-    """Attention by itself."""
-    check_kernel("triton", device)
-    folder.mkdir(parents=True, exist_ok=True)
-    return {"rows": [row.to_dict() for row in measured_rows(_chosen(list(gpu_cases(device)), only), seconds)]}
-
-
-def on_cpu(folder: Path, asked: BenchRequest, more: Sequence[Case]) -> dict[str, Any]:
-    """The cases; without ``only`` also the share of the machine's speed and the peak memory. Of a run, its own rows and
-    the quantiles of its gates."""
-    lengths = asked.lengths or LENGTHS
-    run = None if asked.run is None else load_run(asked.run)
-    chosen = _chosen([*cases(), *more] if run is None else list(trained_cases(run, lengths)), asked.only)
-    check_kernel()
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [row.to_dict() for row in measured_rows(chosen, asked.seconds)]
-    content: dict[str, Any] = {"variant": cpu.variant, "rows": rows}
+def _chosen(asked: BenchRequest, run: Run | None, more: Sequence[Case]) -> list[Case]:
+    """The cases that are asked for."""
     if run is not None:
-        gates = {"tokens": lengths[0], "quantiles of -log_gate": gates_of(run, lengths[0])}
-        return {**content, "gates": gates}
-    if not asked.only:
-        content["share_of_sgemm"] = share_of_sgemm(asked.seconds)
-        say(f"share of the machine's sgemm rate when every key is visited: {content['share_of_sgemm']:.2f}")
-        content["peak_memory_megabytes"] = {
-            "default tolerance": peak_of_attention(every_key=False),
-            "every key": peak_of_attention(every_key=True),
-        }
-        say(f"forward + backward of 1x8x32768: {content['peak_memory_megabytes']} MB")
-    return content
-
-
-def _chosen(every: Sequence[Case], only: str) -> list[Case]:
-    """Those whose name contains this."""
+        every = list(trained_cases(run, asked.lengths or LENGTHS))
+    else:
+        every = list(gpu_cases(asked.device)) if asked.device == "cuda" else [*cases(), *more]
     names = list(dict.fromkeys(case.what for case in every))
-    if not any(only in name for name in names):
-        raise ValueError(f"only must be part of the name of a row, got {only!r}; rows: {'; '.join(names)}")
-    return [case for case in every if only in case.what]
+    if not any(asked.only in name for name in names):
+        raise ValueError(f"only must be part of the name of a row, got {asked.only!r}; rows: {'; '.join(names)}")
+    return [case for case in every if asked.only in case.what]
+
+
+def _besides(asked: BenchRequest, run: Run | None) -> dict[str, Any]:
+    """What else is told of the CPU: the kernel's variant; of a run, the quantiles of its gates; where all cases are
+    measured, the share of the machine's speed and the peak memory."""
+    if asked.device == "cuda":
+        return {}
+    found: dict[str, Any] = {"variant": cpu.variant}
+    if run is not None:
+        length = (asked.lengths or LENGTHS)[0]
+        found["gates"] = {"tokens": length, "quantiles of -log_gate": gates_of(run, length)}
+    elif not asked.only:
+        found["share_of_sgemm"] = share_of_sgemm(asked.seconds)
+        say(f"share of the machine's sgemm rate when every key is visited: {found['share_of_sgemm']:.2f}")
+        every_key = {"default tolerance": False, "every key": True}
+        found["peak_memory_megabytes"] = {name: peak_of_attention(every) for name, every in every_key.items()}
+        say(f"forward + backward of 1x8x32768: {found['peak_memory_megabytes']} MB")
+    return found
 
 
 def share_of_sgemm(seconds: float) -> float:
@@ -150,3 +144,28 @@ def share_of_sgemm(seconds: float) -> float:
     )
     pairs = batch * heads * length * (length + 1) // 2
     return (2 * pairs * WIDTH / ours) / (size**3 / gemm)
+
+
+def time_by_length(rows: Sequence[Comparison]) -> Figure:
+    """Time against length of attention in one head: TRA visiting every key, TRA stopping early, and SDPA."""
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, what in zip(panels, ("forward", "forward + backward"), strict=True):
+        lines: dict[str, dict[int, float]] = {}
+        for row in rows:
+            kind, _, how = row.what.partition(", ")
+            if kind == what and row.against == "SDPA":
+                batch, heads, length = map(int, row.shape.split("x"))
+                lines.setdefault(f"TRA, {how}", {})[length] = row.milliseconds / (batch * heads)
+                lines.setdefault("SDPA", {})[length] = row.against_milliseconds / (batch * heads)
+        for label, points in sorted(lines.items()):
+            panel.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=label)
+        panel.set(title=what, xlabel="tokens")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        if lines:
+            panel.legend(frameon=False)
+    panels[0].set_ylabel("milliseconds per head")
+    return figure

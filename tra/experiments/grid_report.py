@@ -42,14 +42,16 @@ def final_report(
 ) -> Report:
     """What has come of an experiment: its runs that are here, all results, tables, and figures as SVG."""
     tried = [Run(folder) for folder in folders_of_runs(grid.folder / TUNING)]
+    lines = {cell: _line(cell.label, cell.run, grid.folder, found) for cell, found in cells.items()}
+    finished = {cell: lines[cell] for cell, found in cells.items() if found is not None}
     return Report(
         title=grid.folder.absolute().name,
         facts=_facts(list(cells), results, runs),
         conclusions=conclusions(results.every_record),
         tables=tables,
-        figures={**figures, **_training_figures([cell for cell, found in cells.items() if found is not None])},
+        figures={**figures, **_training_figures(finished)},
         failures=results.failures,
-        runs=[_line(cell.label, cell.run, grid.folder, found) for cell, found in cells.items()],
+        runs=list(lines.values()),
         tuning=_protocol(grid, tried, results),
         tuning_tables=tuning_tables,
         tuning_runs=[
@@ -59,19 +61,13 @@ def final_report(
     )
 
 
-def _training_figures(cells: Sequence[Cell]) -> dict[str, str]:
-    """Loss and validation of all runs of a column over each other, as SVG by name."""
-    columns: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
-    for cell in cells:
-        try:
-            columns.setdefault(cell.column, []).append((cell.row, cell.run.metrics()))
-        except (OSError, RunError):
-            continue  # a damaged log spoils no report
-    return {
-        f"training, {column}": as_svg(measures_by_step(runs, column))
-        for column, runs in columns.items()
-        if any(entry.get("loss") for _, metrics in runs for entry in metrics)
-    }
+def _training_figures(lines: Mapping[Cell, RunLine]) -> dict[str, str]:
+    """What the runs of each column logged, over each other, as SVG by name."""
+    columns: dict[str, list[tuple[str, Sequence[Mapping[str, float]]]]] = {}
+    for cell, line in lines.items():
+        if any(entry.get("loss") for entry in line.metrics):
+            columns.setdefault(cell.column, []).append((cell.row, line.metrics))
+    return {f"training, {column}": as_svg(measures_by_step(runs, column)) for column, runs in columns.items()}
 
 
 def write_explorers(cells: Sequence[Cell]) -> None:
@@ -86,9 +82,7 @@ def write_explorers(cells: Sequence[Cell]) -> None:
             continue
         try:
             explorer(cell.run).save(page)
-        except (
-            Exception
-        ) as error:  # a mechanism of somebody else's may raise anything, and tables must not wait for a page
+        except Exception as error:  # a mechanism of a plug-in may raise anything
             say(f"no page of the attention of {cell.label}: {error}")
 
 
@@ -151,27 +145,21 @@ def _shown(value: Any) -> str:
 
 
 def _line(label: str, run: Run, folder: Path, results: Sequence[Result] | None) -> RunLine:
-    """A run as it stands on the disk, with what it measured at its end."""
+    """What the folder of a run says, and what it measured at its end."""
     try:
-        metrics = run.metrics()
-        curve = [(entry["step"], float(entry["loss"])) for entry in metrics]
-        speed = metrics[-1].get("tokens_per_second") if metrics else None
-        steps = run.recipe.steps
-    except (KeyError, OSError, RunError, TypeError, ValueError):  # not begun, or damaged
-        curve, steps, speed = [], 0, None
-    step = curve[-1][0] if curve else 0
+        metrics, steps = run.metrics(), run.recipe.steps
+    except (OSError, RunError, ValueError):  # not begun, or damaged
+        metrics, steps = [], 0
     page = run.inspection / EXPLORER
-    state = "finished" if results else "failed" if run.failure() else "running" if curve else "waiting"
+    state = "finished" if results else "failed" if run.failure() else "running" if metrics else "waiting"
     return RunLine(
         label=label,
         folder=run.folder.relative_to(folder).as_posix(),
         state=state,  # type: ignore[arg-type]
-        step=step,
         steps=steps,
-        curve=curve,
+        metrics=metrics,
         measured=_measured(results or ()),
         explorer=page.relative_to(folder).as_posix() if page.exists() else "",
-        speed=speed if isinstance(speed, float) else None,
     )
 
 
@@ -185,9 +173,9 @@ def _measured(results: Sequence[Result]) -> str:
 
 @contextmanager
 def live_report(page: Path, command: str, cells: Sequence[Cell]) -> Iterator[None]:
-    """Keep the report up to date while the cells are run in the block: what is done so far, how far the others are.
+    """Keep the report up to date while the block runs the cells.
 
-    The block is what matters: a report that cannot be written stops nothing, and is complained of once.
+    A report that cannot be written does not stop the block; it is reported once.
     """
     began, done, finished, complained = time.monotonic(), threading.Event(), dict[Cell, list[Result]](), False
     tables: list[Table] = []

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tra.report.records import Record, grouped, without_second
-from tra.report.tables import cell, interval_of, stands_for_column
+from tra.report.tables import interval_of, mean_and_text, stands_for_column
 
 
 def conclusions(records: Sequence[Record]) -> dict[str, str]:
@@ -22,7 +22,7 @@ def _sentence(records: Sequence[Record]) -> str:
     where = f"At {longest:,} {unit}, {_times(longest, trained)}"
     where += f" (mean of {', '.join(sets)}): " if len(sets) > 1 and measure.averages else ": "
     rows = grouped(alike, lambda record: record.row)
-    found = {row: cell(some, measure.measure) for row, some in rows.items()}
+    found = {row: mean_and_text(some, measure.measure) for row, some in rows.items()}
     sign = 1.0 if measure.higher_is_better else -1.0
     ranked = sorted(found, key=lambda row: sign * found[row][0], reverse=True)
     best = found[ranked[0]][0]

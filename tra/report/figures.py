@@ -235,7 +235,7 @@ MEASURES = {
 """What training logs, and the scale on which it is drawn."""
 
 
-def measures_by_step(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], title: str = "") -> Figure:
+def measures_by_step(runs: Sequence[tuple[str, Sequence[Mapping[str, float]]]], title: str = "") -> Figure:
     """Training loss, validation, learning rate and speed of several runs against steps, a panel for each.
 
     Args:
@@ -268,49 +268,6 @@ def measures_by_step(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], ti
     for panel in panels[len(shown) :]:
         panel.set_axis_off()
     return _with_legend(figure, panels[0], title) if shown else figure
-
-
-def time_by_length(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Time against length of attention in one head: TRA visiting every key, TRA stopping early, and SDPA."""
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, what in zip(panels, ("forward", "forward + backward"), strict=True):
-        lines: dict[str, dict[int, float]] = {}
-        for row in rows:
-            kind, _, how = row["what"].partition(", ")
-            if kind == what and row["against"] == "SDPA":
-                batch, heads, length = map(int, row["shape"].split("x"))
-                lines.setdefault(f"TRA, {how}", {})[length] = row["milliseconds"] / (batch * heads)
-                lines.setdefault("SDPA", {})[length] = row["against_milliseconds"] / (batch * heads)
-        for label, points in sorted(lines.items()):
-            panel.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=label)
-        panel.set(title=what, xlabel="tokens")
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-        if lines:
-            panel.legend(frameon=False)
-    panels[0].set_ylabel("milliseconds per head")
-    return figure
-
-
-def cost_by_attention(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Time per step and peak memory of each mechanism, as multiples of RoPE's."""
-    sizes = list(dict.fromkeys(row["size"] for row in rows))
-    figure = Figure(figsize=(9.0, 0.8 + 0.28 * len(rows)), layout="constrained")
-    panels = figure.subplots(len(sizes), 2, squeeze=False, sharey="row")
-    for (time_panel, memory_panel), size in zip(panels, sizes, strict=True):
-        mine = [row for row in reversed(rows) if row["size"] == size]
-        names = [row["attention"] for row in mine]
-        colours = ["C1" if name == "tra" else "0.6" for name in names]
-        for panel, key in ((time_panel, "time_ratio"), (memory_panel, "memory_ratio")):
-            panel.barh(names, [row[key] or 0.0 for row in mine], color=colours)
-            panel.axvline(1.0, color="black", linewidth=0.8)
-            panel.spines[["top", "right"]].set_visible(False)
-        time_panel.set(title=f"time per training step, {size}", xlabel="times RoPE")
-        memory_panel.set(title=f"peak memory, {size}", xlabel="times RoPE")
-    return figure
 
 
 def attention_heatmap(models: Mapping[str, Sequence[Tensor]], tokens: Sequence[str]) -> Figure:

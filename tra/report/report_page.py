@@ -32,15 +32,18 @@ class RunLine:
     folder: str
     """From where the report is."""
     state: State
-    step: int
     steps: int
-    curve: Sequence[tuple[int, float]] = ()
-    """Step and loss."""
+    """That it is to take."""
+    metrics: Sequence[Mapping[str, float]] = ()
+    """As logged so far."""
     measured: str = ""
     explorer: str = ""
     """The page of its attention, from where the report is; empty where there is none."""
-    speed: float | None = None
-    """Tokens per second, as logged last."""
+
+    @property
+    def step(self) -> int:
+        """The last one that is logged."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,8 @@ def _kind(heading: str) -> str:
 
 
 def _run(run: RunLine) -> str:
-    losses = [loss for _, loss in run.curve]
+    losses = [(entry["step"], entry["loss"]) for entry in run.metrics if "loss" in entry]
+    speed = run.metrics[-1].get("tokens_per_second") if run.metrics else None
     link = f'<a href="{quote(run.explorer)}">explore</a>' if run.explorer else ""
     steps = f"{run.steps:,}" if run.step == run.steps else f"{run.step:,} of {run.steps:,}"
     cells = (
@@ -159,15 +163,15 @@ def _run(run: RunLine) -> str:
         f'<td class="word">{link}</td>',
         f'<td class="word {run.state}">{run.state}</td>',
         f"<td>{steps}</td>",
-        f"<td>{f'{losses[-1]:.4g}' if losses else ''}</td>",
-        f"<td>{'' if run.speed is None else f'{run.speed:,.0f}'}</td>",
-        f'<td class="word">{_curve(run.curve)}</td>',
+        f"<td>{f'{losses[-1][1]:.4g}' if losses else ''}</td>",
+        f"<td>{'' if speed is None else f'{speed:,.0f}'}</td>",
+        f'<td class="word">{_curve(losses)}</td>',
         f'<td class="word measured">{escape(run.measured)}</td>',
     )
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _curve(points: Sequence[tuple[int, float]], width: int = 150, height: int = 34) -> str:
+def _curve(points: Sequence[tuple[float, float]], width: int = 150, height: int = 34) -> str:
     """The loss over the steps, on a logarithmic scale, as one line."""
     points = [(step, math.log(loss)) for step, loss in points if 0 < loss < math.inf]
     if len(points) < 2:
@@ -180,7 +184,8 @@ def _curve(points: Sequence[tuple[int, float]], width: int = 150, height: int = 
         f"{2 + (width - 4) * (x - min(steps)) / span_x:.1f},{2 + (height - 4) * (max(losses) - y) / span_y:.1f}"
         for x, y in points
     )
-    said = f"loss {math.exp(losses[0]):.3g} at step {steps[0]:,}, {math.exp(losses[-1]):.3g} at step {steps[-1]:,}"
+    first, last = (f"{math.exp(losses[at]):.3g} at step {steps[at]:,}" for at in (0, -1))
+    said = f"loss {first}, {last}"
     return (
         f'<svg class="curve" width="{width}" height="{height}" role="img" aria-label="{said}"><title>{said}</title>'
         f'<polyline points="{places}"/></svg>'

@@ -12,7 +12,7 @@ from tra.report.intervals import difference, interval, spread, unseen
 from tra.report.records import Record, grouped
 from tra.tasks import ExactMatch, Result
 
-Place = TypeVar("Place", bound=Hashable)
+Heading = TypeVar("Heading", bound=Hashable)
 
 UNTUNED = "†"
 """After a row whose settings were not chosen for its mechanism."""
@@ -194,7 +194,7 @@ def _token_tables(column: str, records: Sequence[Record]) -> list[Table]:
         return []
     alike = []
     for some in grouped(records, _set_and_length).values():
-        means = [cell(mine, "exact_match")[0] for mine in grouped(some, lambda record: record.row).values()]
+        means = [mean_and_text(mine, "exact_match")[0] for mine in grouped(some, lambda record: record.row).values()]
         if len(means) > 1 and (max(means) < 0.005 or min(means) >= 0.995):
             alike += some
     if not alike:
@@ -240,14 +240,14 @@ def _how(records: Sequence[Record], field: str) -> str:
 
 
 def _cells(
-    records: Sequence[Record], place: Callable[[Record], Place], field: str, digits: int = 2
-) -> tuple[dict[tuple[str, Place], str], set[tuple[str, Place]]]:
+    records: Sequence[Record], place: Callable[[Record], Heading], field: str, digits: int = 2
+) -> tuple[dict[tuple[str, Heading], str], set[tuple[str, Heading]]]:
     """What stands in each row at each place, and where the mean is the best of its place: if there are several rows,
     and never where it is shown as 0.00."""
     found = grouped(records, lambda record: (record.row, place(record)))
-    cells = {key: cell(some, field, digits) for key, some in found.items()}
+    cells = {key: mean_and_text(some, field, digits) for key, some in found.items()}
     better = max if type(records[0].result).higher_is_better else min
-    best: dict[Place, float] = {}
+    best: dict[Heading, float] = {}
     for (_, where), (mean, _) in cells.items():
         if not math.isnan(mean):
             best[where] = better(mean, best.get(where, mean))
@@ -260,7 +260,7 @@ def _cells(
     return {key: text for key, (_, text) in cells.items()}, marked if several else set()
 
 
-def cell(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float, str]:
+def mean_and_text(records: Sequence[Record], field: str, digits: int = 2) -> tuple[float, str]:
     """The mean over seeds of a field, and how it is written."""
     by_seed = grouped(records, lambda record: record.seed)
     # Lengths first, then seeds: the deviation is that between runs.

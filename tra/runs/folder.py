@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -287,7 +286,7 @@ class Run:
         """The log of metrics, for a run that goes on after so many steps; an inactive one writes nothing."""
         return Log(self.folder / METRICS, steps_done, active, self.checkpoints.describe_last)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[dict[str, float]]:
         """What was logged: a dict for each line, with step, loss, norm of the gradient, learning rate, tokens per
         second and, where the run validated, every measure of validation."""
         return [entry for _, entry in log_entries(self.folder / METRICS)]

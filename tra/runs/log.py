@@ -57,8 +57,9 @@ def log_entries(path: Path) -> Iterator[tuple[str, dict[str, float]]]:
                 return
             try:
                 entry = json.loads(line.decode())
-                damaged = type(entry["step"]) is not int
-            except (KeyError, RecursionError, TypeError, ValueError):
+                numbers = all(isinstance(value, int | float) for value in entry.values())
+                damaged = type(entry["step"]) is not int or not numbers
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
                 damaged = True
             if damaged:
                 raise RunError(f"line {number} of {path} is damaged: mend it, or take it out")
