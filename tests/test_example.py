@@ -59,23 +59,30 @@ class Fresh:
         return self.run(self.command, *arguments, code=code)
 
 
-@pytest.fixture
-def fresh(tmp_path: Path) -> Fresh:
-    made = Fresh(tmp_path)
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
+    folder = tmp_path_factory.mktemp("example")
+    made = Fresh(folder)
     # Building writes into the sources.
     ignore = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", ".*")
-    shutil.copytree(PROJECT, tmp_path / "sources", ignore=ignore)
+    shutil.copytree(PROJECT, folder / "sources", ignore=ignore)
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
-    made.run(made.python, "-m", "pip", "install", *offline, tmp_path / "sources")
-    shutil.move(tmp_path / "sources" / "compare.py", tmp_path / "compare.py")
-    shutil.move(tmp_path / "sources" / "tests", tmp_path / "tests")
-    shutil.rmtree(tmp_path / "sources")
+    made.run(made.python, "-m", "pip", "install", *offline, folder / "sources")
+    shutil.move(folder / "sources" / "compare.py", folder / "compare.py")
+    shutil.rmtree(folder / "sources")
     return made
 
 
-def test_the_example_is_installed_trained_measured_compared_and_exported(fresh: Fresh, tmp_path: Path) -> None:
-    run, compared, exported = (tmp_path / name for name in ("run", "compared", "exported"))
+@pytest.fixture(scope="module")
+def trained(fresh: Fresh) -> Path:
+    """A run of the project's mechanism on its task."""
+    run = fresh.folder / "run"
+    shown = fresh.tra("train", "digit-sum-small", "--model.options", "window=4", "--steps", "20", "--output", run)
+    assert shown.splitlines()[-1] == str(run)
+    return run
 
+
+def test_what_the_example_brings_is_listed(fresh: Fresh) -> None:
     listed = json.loads(fresh.tra("list", "--json"))
     assert "Options: qk_norm=True, window=16." in listed["attention"]["sliding-window"]
     assert listed["tasks"]["digit_sum"] == (
@@ -85,33 +92,43 @@ def test_the_example_is_installed_trained_measured_compared_and_exported(fresh: 
     assert "digit-sum-small" in listed["recipes"]
     assert listed["plugins"] == {"own_mechanism": "own-mechanism 1.0: sliding-window, digit_sum, digit-sum-small"}
 
-    shown = fresh.tra("train", "digit-sum-small", "--model.options", "window=4", "--steps", "20", "--output", run)
-    assert shown.splitlines()[-1] == str(run)
-    assert json.loads((run / "recipe.json").read_text())["plugins"] == ["own_mechanism"]
-    assert json.loads((run / "environment.json").read_text())[0]["plugins"] == {"own_mechanism": "own-mechanism 1.0"}
 
-    shown = fresh.tra("evaluate", run, "--lengths", "3", "12", "--examples", "20")
+def test_a_run_knows_the_plugin_and_its_version(trained: Path) -> None:
+    assert json.loads((trained / "recipe.json").read_text())["plugins"] == ["own_mechanism"]
+    (environment,) = json.loads((trained / "environment.json").read_text())
+    assert environment["plugins"] == {"own_mechanism": "own-mechanism 1.0"}
+
+
+def test_a_run_is_measured_and_looked_into(fresh: Fresh, trained: Path) -> None:
+    shown = fresh.tra("evaluate", trained, "--lengths", "3", "12", "--examples", "20")
     assert "| sliding-window window=4 | sum |" in shown
-    found = json.loads(fresh.tra("inspect", run, "--length", "8", "--json"))
+    found = json.loads(fresh.tra("inspect", trained, "--length", "8", "--json"))
     assert found["attention"] == "sliding-window window=4"
     assert all(head["reach"] <= 4 for head in found["heads"])
-    assert (run / "inspection" / "heads.md").exists()
 
+
+def test_the_mechanism_is_compared_with_tra(fresh: Fresh) -> None:
+    compared = fresh.folder / "compared"
     fresh.tra("reproduce", "compare.py", "--jobs", "2", "--output", compared)
     table = (compared / "table.md").read_text()
     assert "\n| sliding-window window=2 |" in table
     assert "\n| tra |" in table
-    assert "over 2 seeds" in table
     assert json.loads((compared / "results.json").read_text())["finished"] == 4
 
-    assert fresh.tra("export", run, exported).strip() == str(exported)
-    assert "of the plug-in own_mechanism (own-mechanism 1.0)" in (exported / "README.md").read_text()
-    assert fresh.run(fresh.python, "-c", LOADED, exported, run).split()[-2:] == ["own_mechanism.sliding_window", "4"]
 
-    # Here, where it is not installed, what it made says what is missing.
-    process = subprocess.run(
-        [sys.executable, "-m", "tra", "evaluate", run], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+def test_a_run_is_exported_and_loaded_by_transformers(fresh: Fresh, trained: Path) -> None:
+    exported = fresh.folder / "exported"
+    assert fresh.tra("export", trained, exported).strip() == str(exported)
+    assert "of the plug-in own_mechanism (own-mechanism 1.0)" in (exported / "README.md").read_text()
+    assert fresh.run(fresh.python, "-c", LOADED, exported, trained).split()[-2:] == [
+        "own_mechanism.sliding_window",
+        "4",
+    ]
+
+
+def test_where_the_example_is_not_installed_a_run_says_what_is_missing(trained: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tra", "evaluate", trained]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert process.returncode == 1
     assert process.stderr.startswith("tra: error: the plug-in own_mechanism is needed and not loaded: install the pack")
     assert process.stderr.count("\n") == 1
