@@ -76,7 +76,7 @@ class DecoderConfig:
             given = {name: value for name, value in options.items() if name in own}
             checked_options(own, given, "attention_options", self.attention)
         object.__setattr__(self, "attention_options", options)
-        with fork_rng(devices=[]), torch.device("meta"), _Unfilled():
+        with fork_rng(devices=[]), torch.device("meta"), _WithoutRandomNumbers():
             for layer in range(len(mechanisms)):
                 self.new_attention(layer)  # raises what the mechanism finds wrong
 
@@ -118,8 +118,8 @@ class DecoderConfig:
         return cls(**values)
 
 
-class _Unfilled(TorchFunctionMode):
-    """Normal numbers are not drawn or scaled: on the meta device that loads the compiler, which takes a second."""
+class _WithoutRandomNumbers(TorchFunctionMode):
+    """Skips drawing normal numbers: on the meta device, where there are none, that loads the compiler for a second."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

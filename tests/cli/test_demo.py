@@ -50,7 +50,6 @@ def test_a_stopped_demo_says_how_it_goes_on(tmp_path: Path, capsys: Captured, mo
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--attention", "attention must name at least one mechanism"),
         ("--attention tro", "attention must be one of alibi, "),
         ("--seeds 0", "seeds must be at least 1, got 0"),
         ("--jobs 0", "jobs must be at least 1, got 0"),

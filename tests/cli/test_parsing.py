@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.cli.calling import Captured, fails
-from tra.cli.parsing import Common, format_settings, help_text, options_of, parse, settings
+from tra.cli.parsing import Common, arguments_of, format_settings, help_text, parse, settings
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def test_help_has_every_option_with_its_text_and_default() -> None:
 
 
 def test_the_names_of_options_are_those_that_are_understood() -> None:
-    for option in options_of(Some):
+    for option in arguments_of(Some):
         given = {"--plugin": ["json"], "--options": ["a=1"], "--schedule": ["cosine"]}.get(
             option.name, [] if option.kind is bool else ["3"]
         )

@@ -41,7 +41,6 @@ TWO_COLUMNS = Experiment(
     },
     rows=("tra", "rope", "nope"),
     seeds=2,
-    tuned={"smoke": ("tra", "rope", "nope")},
 )
 """A task whose length is in tokens, and one with several sets and their union."""
 

@@ -174,11 +174,11 @@ def test_a_run_of_a_plugin_that_is_not_loaded_is_not_a_run_of_this_recipe(tmp_pa
     stored = one.folder / "recipe.json"
     stored.write_text(json.dumps({**json.loads(stored.read_text()), "plugins": ["somebody_elses"]}))
     assert one.results() is None
-    assert "the plug-in somebody_elses is needed and not loaded" in (one.problem() or "")
+    assert "the plug-in somebody_elses is needed and not loaded" in (one.read()[1] or "")
     console = Console(file=io.StringIO(), width=500)
     with shown(console):
         assert unfinished([one]) == [one]
-    assert f"{one.label}: {one.problem()}" in console.file.getvalue()
+    assert f"{one.label}: {one.read()[1]}" in console.file.getvalue()
     run_cell(one)
     assert "the plug-in somebody_elses is needed and not loaded" in (one.run.failure() or "")
 

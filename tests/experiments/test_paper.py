@@ -133,7 +133,7 @@ def test_figure3_in_the_folder_of_figure2_trains_nothing_and_spoils_nothing(
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     capsys.readouterr()
     assert main(smoke("figure3", folder)) == 0
-    heads = (folder / "heads.md").read_text()
+    heads = (folder / "figure3.md").read_text()
     assert heads in capsys.readouterr().out
     assert len(heads.splitlines()) == 2 + 2 * 2
     assert {path: path.read_bytes() for path in before} == before

@@ -93,7 +93,7 @@ def test_results_are_those_of_the_runs(made: Made) -> None:
     for row in results:
         stored = content_of(made.folder / "runs" / row["column"] / row["attention"] / str(row["seed"]))["results"]
         assert {key: row[key] for key in stored[0]} in stored
-        assert (row["measure"], row["tuned"]) == ("exact_match", True)
+        assert (row["measure"], row["tuned"]) == ("exact_match", False)
         assert row["learning_rate"] == SMOKE[row["column"]](attention=row["attention"]).learning_rate
 
 
@@ -197,9 +197,10 @@ def test_a_cell_says_where_it_belongs() -> None:
     cell = Cell("flip_flop", "rope theta=9", flip_flop("rope"), Path("run"), choice={"learning_rate": 1e-3})
     assert cell.label == "flip_flop rope theta=9 learning_rate=0.001 seed 0"
     assert cell.choice_label == "learning_rate=0.001"
-    tuned = replace(cell, tuned=False).tuned_to({"learning_rate": 0.25})
+    assert not cell.tuned
+    tuned = cell.with_settings({"learning_rate": 0.25})
     assert (tuned.recipe.learning_rate, tuned.tuned) == (0.25, True)
-    assert cell.tuned_to(None) == cell
+    assert cell.with_settings(None) == cell
 
 
 def test_some_columns_are_run_first_and_all_of_them_are_shown_in_the_end(

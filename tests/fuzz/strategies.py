@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.text.reading import ODD
-from tra.cli.parsing import ALIASES, options_of
+from tra.cli.parsing import ALIASES, arguments_of
 
 FACTOR = int(os.environ.get("FUZZ_FACTOR", "0"))
 """Times the inputs of `make test` that `make fuzz` tries; 0 in `make test`."""
@@ -256,7 +256,7 @@ def texts() -> st.SearchStrategy[bytes]:
 
 def command_lines(kind: type, first: list[str]) -> st.SearchStrategy[list[str]]:
     """Arguments over the options that a command really has, with good and bad values."""
-    names = (name for option in options_of(kind) if not option.is_positional for name in option.names)
+    names = (name for option in arguments_of(kind) if not option.is_positional for name in option.names)
     known = sorted({*names, *ALIASES, *(f"--{entry.name}" for entry in fields(kind)), "--nonsense", "-h"})
     value = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(WORDS), st.text(max_size=5))
     option = st.one_of(

@@ -168,15 +168,15 @@ def test_differences_name_the_fields_and_both_values() -> None:
 
 
 def test_a_run_of_another_length_is_measured_at_as_many_times_it() -> None:
-    longer = replace(TINY, length=12).measured_like(TINY)
+    longer = TINY.adjusted({"length": 12})
     assert longer.evaluations == (Evaluation("copy", 12, 4), Evaluation("copy", 36, 5))
     assert longer.length == 12
 
 
 def test_own_text_with_another_length_is_measured_from_that_length_on() -> None:
     usual = build_recipe("wikitext103-small")
-    own = usual.changed({"length": 32, "task_options": {"train": "nowhere", "tokenizer": "bpe-300"}})
-    measured = own.measured_like(usual).evaluations
+    own = usual.adjusted({"length": 32, "task_options": {"train": "nowhere", "tokenizer": "bpe-300"}})
+    measured = own.evaluations
     assert min(entry.length for entry in measured) == 32
     assert [entry.length for entry in measured] == [entry.length // 4 for entry in usual.evaluations]
     assert {entry.length * entry.examples for entry in measured} == {1 << 17}

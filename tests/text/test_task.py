@@ -239,10 +239,10 @@ def test_a_run_of_another_length_is_measured_on_the_same_tokens_from_that_length
             Evaluation("valid", 1024, None, 512),
         ),
     )
-    measured = replace(usual, length=48).measured_like(usual).evaluations
+    measured = usual.adjusted({"length": 48}).evaluations
     assert measured == (
         Evaluation("valid", 48, 2730),
         Evaluation("valid", 1536, 85),
         Evaluation("valid", 384, None, 192),
     )
-    assert replace(usual, length=128).measured_like(usual) == usual
+    assert usual.adjusted({"length": 128}) == usual

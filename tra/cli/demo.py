@@ -24,15 +24,11 @@ class Demo(Common):
 
 def run(arguments: list[str]) -> int:
     options = parse(Demo, arguments, "demo")
-    if not options.attention:
-        raise ValueError("attention must name at least one mechanism")
     from tra.errors import Interrupted
     from tra.experiments import Request
     from tra.experiments.demo import DEMO
-    from tra.experiments.grid import chosen_rows
     from tra.progress import say
 
-    chosen_rows(DEMO.rows, options.attention)  # says what is wrong before anything begins
     folder = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     words = ["tra", "demo", "--seeds", str(options.seeds), "--attention", *options.attention, "--output", str(folder)]
     again = shlex.join([*words, *options.plugin_words])
@@ -41,12 +37,11 @@ def run(arguments: list[str]) -> int:
     )
     began = time.monotonic()
     with on_console():
-        say("Training on 64 tokens, then exact match at longer lengths.")
         try:
             outcome = DEMO.perform(request)
         except Interrupted as stop:
             raise Interrupted(f"{stop} by: {again}") from None
         say(outcome.shown)
         say(f"{time.monotonic() - began:.0f} s. Runs, tables and figures are in {folder}; open the report:")
-    print(folder / DEMO.report_file)
+    print(folder / DEMO.file("report.html"))
     return 1 if outcome.failures else 0

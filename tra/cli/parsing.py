@@ -54,7 +54,7 @@ class Common:
 
 
 @dataclass(frozen=True)
-class Option:
+class Argument:
     """A field as the command line has it."""
 
     name: str
@@ -92,19 +92,19 @@ class Option:
             raise ValueError(f"{self.name} {error}") from None
 
 
-def options_of(kind: Any, prefix: str = "") -> list[Option]:
+def arguments_of(kind: Any, prefix: str = "") -> list[Argument]:
     """The options of a dataclass; those of one within it begin with the name of its field."""
-    found: list[Option] = []
+    found: list[Argument] = []
     hints = get_type_hints(kind)
     for entry in fields(kind):
         if "flat" in entry.metadata:
-            found += options_of(entry.metadata["flat"])
+            found += arguments_of(entry.metadata["flat"])
         elif is_dataclass(hints[entry.name]):
-            found += options_of(hints[entry.name], f"{prefix}{entry.name}.")
+            found += arguments_of(hints[entry.name], f"{prefix}{entry.name}.")
         elif "hidden" not in entry.metadata:
             name = f"--{prefix}{entry.metadata.get('option', entry.name)}".replace("_", "-")
             shown_as = entry.metadata.get("positional", name)
-            found.append(Option(shown_as, prefix + entry.name, hints[entry.name], kind, entry))
+            found.append(Argument(shown_as, prefix + entry.name, hints[entry.name], kind, entry))
     return found
 
 
@@ -130,12 +130,12 @@ def parse(
     for entry in fields(kind):  # type: ignore[arg-type]
         inner = entry.metadata.get("flat")
         if inner is not None:
-            own = {option.key: given[option.key] for option in options_of(inner) if option.key in given}
+            own = {option.key: given[option.key] for option in arguments_of(inner) if option.key in given}
             values[entry.name] = own if entry.default_factory is dict else inner(**own)
         elif entry.name in given:
             values[entry.name] = given[entry.name]
         elif entry.default is entry.default_factory is MISSING:
-            name = next(option.name for option in options_of(kind) if option.key == entry.name)
+            name = next(option.name for option in arguments_of(kind) if option.key == entry.name)
             raise ValueError(f"{name} must be given; see tra {command} --help")
     return kind(**values)
 
@@ -153,7 +153,7 @@ class _Switch(argparse.Action):
 
 
 def _parser(
-    options: Sequence[Option], help_of: Callable[[Option], str] = str, usage: str = "", text: str = ""
+    options: Sequence[Argument], help_of: Callable[[Argument], str] = str, usage: str = "", text: str = ""
 ) -> _Parser:
     parser = _Parser(
         usage=usage, description=text, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
@@ -172,7 +172,7 @@ def _parser(
 
 def _given(kind: type, arguments: Sequence[str], command: str) -> dict[str, Any]:
     """The values that are given, by the keys of their options."""
-    options = options_of(kind)
+    options = arguments_of(kind)
     named = [option for option in options if not option.is_positional]
     by_place = [option for option in options if option.is_positional]
     found, words = _parser(named).parse_known_args(_spelled(arguments, named))
@@ -191,7 +191,7 @@ def help_text(kind: type, command: str, usual: Any = None) -> str:
     """What --help says: what stands in the dataclass, and defaults; those of options of another dataclass are the
     values of ``usual``, where that is given."""
 
-    def about(option: Option) -> str:
+    def about(option: Argument) -> str:
         if usual is not None and option.owner is not kind:
             default = attrgetter(option.key)(usual)
         else:
@@ -202,7 +202,7 @@ def help_text(kind: type, command: str, usual: Any = None) -> str:
             words.append(f"(default: {' '.join(map(str, values)) if option.is_list else format_value(values)})")
         return " ".join(filter(None, words))
 
-    options = sorted(options_of(kind), key=lambda option: option.key in Common.__annotations__)  # these at the end
+    options = sorted(arguments_of(kind), key=lambda option: option.key in Common.__annotations__)  # these at the end
     places = [option.name for option in options if option.is_positional]
     usage = " ".join(["tra", command, *places, "[options]"])
     return _parser(options, about, usage, inspect.getdoc(kind) or "").format_help()
@@ -326,7 +326,7 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _spelled(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
+def _spelled(arguments: Sequence[str], options: Sequence[Argument]) -> list[str]:
     """The arguments with the names of options as argparse knows them.
 
     A number such as -1e-3 is joined to the option before it, since argparse takes it for an option.
@@ -351,7 +351,7 @@ def _without_alias(argument: str) -> str:
 
 def _unknown(argument: str, kind: type, command: str) -> str:
     name = argument.partition("=")[0]
-    known = [name for option in options_of(kind) if not option.is_positional for name in option.names]
+    known = [name for option in arguments_of(kind) if not option.is_positional for name in option.names]
     known += [alias for alias, option in ALIASES.items() if option in known]
     near = _abbreviated(name, known) or difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; see tra {command} --help"

@@ -3,18 +3,17 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from tra import plugins
 from tra.cli import is_first_process
 from tra.cli.list import outline
-from tra.cli.parsing import Common, help_text, on_console, options_of, parse
+from tra.cli.parsing import Common, arguments_of, help_text, on_console, parse
 from tra.errors import Interrupted
 from tra.progress import say
 from tra.recipes import RECIPES, Recipe, build_recipe
-from tra.tasks import TASKS, build_task, task_options
+from tra.recipes.base import OPTIONS
 
 USAGE = """usage: tra train RECIPE [options]
        tra train --resume RUN [--steps N]
@@ -72,7 +71,7 @@ def run(arguments: list[str]) -> int:
         recipe, folder = _resumed(options, options.resume), options.resume
     elif options.recipe is not None:
         usual = build_recipe(options.recipe, options.changes.get("model.attention"))
-        recipe = usual.changed(_changes(usual, options.changes))
+        recipe = usual.adjusted(_one_by_one(options.changes))
         folder = options.output or Path("runs") / recipe.folder_name(usual)
     else:
         known = ", ".join(plugins.every("RECIPES", RECIPES))
@@ -110,20 +109,10 @@ def _help(given: Mapping[str, Any]) -> str:
     return USAGE + "".join(f"  {name:<22} {outline(make)}\n" for name, make in recipes.items())
 
 
-def _changes(usual: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, with the options of the task and mechanism that the recipe has besides, and its evaluations at as
-    many times the training length."""
-    name = given.get("task", usual.task)
-    known = task_options(plugins.find("TASKS", TASKS, name, "task"))
-    kept = {option: value for option, value in usual.task_options.items() if name == usual.task or option in known}
-    of_task = {**kept, **given.get("task_options", {})}
-    task, factor = build_task(name, of_task), Fraction(given.get("length", usual.length), usual.length)
-    return {
-        **given,
-        "task_options": of_task,
-        "model.attention_options": {**usual.model.attention_options, **given.get("model.attention_options", {})},
-        "evaluations": tuple(task.rescaled(entry, factor) for entry in usual.evaluations),
-    }
+def _one_by_one(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe, each given option of the task and of the mechanism by itself."""
+    options = {f"{name}.{option}": x for name in OPTIONS for option, x in given.get(name, {}).items()}
+    return {**{name: value for name, value in given.items() if name not in OPTIONS}, **options}
 
 
 def _resumed(options: Train, folder: Path) -> Recipe:
@@ -131,7 +120,7 @@ def _resumed(options: Train, folder: Path) -> Recipe:
     own = {"recipe": options.recipe, "output": options.output}
     given = {**options.changes, **{key: value for key, value in own.items() if value is not None}}
     steps = given.pop("steps", None)
-    for option in options_of(Train):
+    for option in arguments_of(Train):
         if option.key in given:
             raise ValueError(
                 f"{option.name} must not be given with --resume: a run goes on as it began; train another elsewhere"

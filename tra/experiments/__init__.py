@@ -27,7 +27,7 @@ BUILT_IN = {
 
 
 def load_experiment(name: str) -> Experiment:
-    """An experiment by its name, or the one called ``experiment`` in a file of one's own, which is a plug-in too."""
+    """An experiment of the paper by its name, or the one called ``experiment`` in a file, which is also a plug-in."""
     if name.endswith(".py"):
         module = plugins.load(name)
         found = getattr(module, "experiment", None)

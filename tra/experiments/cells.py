@@ -1,13 +1,12 @@
 """Cells: the single runs of an experiment, and the keys by which they are known everywhere."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tra.errors import RunError
-from tra.experiments.rows import choice_label, settings_words
+from tra.experiments.rows import Settings, choice_label, settings_words
 from tra.recipes import Recipe
 from tra.report.records import SECOND, without_second
 from tra.runs import Run
@@ -21,7 +20,7 @@ class Place(NamedTuple):
     row: str
 
     @property
-    def tuned_as(self) -> "Place":
+    def first_choice(self) -> "Place":
         """Itself, or of second choices the place of the first."""
         return self._replace(row=without_second(self.row))
 
@@ -52,8 +51,9 @@ class Cell:
     row: str
     recipe: Recipe
     folder: Path
-    tuned: bool = True
-    choice: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    tuned: bool = False
+    """Whether tuning chose its settings."""
+    choice: Settings = field(default_factory=dict, hash=False)
     """Of a run for tuning: the settings that it tries."""
     share: float = 1.0
     """Of a run for tuning: the part of the steps that it trains for."""
@@ -75,14 +75,14 @@ class Cell:
     def choice_label(self) -> str:
         return choice_label(self.choice)
 
-    def tuned_to(self, settings: Mapping[str, Any] | None) -> "Cell":
+    def with_settings(self, settings: Settings | None) -> "Cell":
         """The same run with the settings that tuning chose, if it did."""
         return self if settings is None else replace(self, recipe=self.recipe.changed(settings), tuned=True)
 
-    def second(self, settings: Mapping[str, Any]) -> "Cell":
+    def second(self, settings: Settings) -> "Cell":
         """The same run with the settings that tuning could not tell from those it chose, in a row of its own."""
         folder = self.folder.parent.with_name(file_name(self.row + SECOND)) / self.folder.name
-        return replace(self.tuned_to(settings), row=self.row + SECOND, folder=folder)
+        return replace(self.with_settings(settings), row=self.row + SECOND, folder=folder)
 
     def folder_holds(self, recipe: Recipe) -> bool:
         """Whether its folder holds a run of this recipe."""
@@ -96,14 +96,12 @@ class Cell:
         return Run(self.folder)
 
     def results(self) -> list[Result] | None:
-        """What was measured, or None if the run of this recipe is not finished; `problem` says whether it can be."""
-        return self._read()[0]
+        """What was measured, or None if the run of this recipe is not finished."""
+        return self.read()[0]
 
-    def problem(self) -> str | None:
-        """What is wrong with the run that is there: one of something else, say, or of a plug-in that is not loaded."""
-        return self._read()[1]
-
-    def _read(self) -> tuple[list[Result] | None, str | None]:
+    def read(self) -> tuple[list[Result] | None, str | None]:
+        """What was measured, and what is wrong with the run that is there: it cannot be read, say, or needs a plug-in
+        that is not loaded."""
         try:
             return self.run.finished(self.recipe), None
         except (OSError, RunError, ValueError) as error:

@@ -1,6 +1,6 @@
 """The contract of an experiment: which runs there are, and how they are shown."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,14 +60,10 @@ class Experiment:
         seeds: runs of each kind, with seeds 0, 1, ..., unless asked for others.
         tuning: settings to choose for each row first.
         at_scale: fields of this class that are others at a scale, e.g. ``{"paper": {"seeds": 4}}``.
-        tuned: at each scale, the rows whose settings the recipes have from earlier tuning; where there is no such entry
-            and no tuning, tables say that nothing was tuned.
         tables: makes the tables; comparisons of everything by default.
         figures: makes the figures, by name; the measure against length by default.
-        results_file: what the file with all results is called.
-        table_stem: what the files with tables are called, without their suffixes.
-        records_file: what the CSV with all figures is called.
-        report_file: what the page to look at is called.
+        stem: the name of its files, without suffixes, if another experiment has the usual ones in the same folder:
+            ``results.json``, ``table.md``, ``table.tex``, ``table.csv`` and ``report.html``.
     """
 
     scales: Mapping[str, Mapping[str, RecipeOf]]
@@ -75,13 +71,9 @@ class Experiment:
     seeds: int = 1
     tuning: Tuning | None = None
     at_scale: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    tuned: Mapping[str, Collection[str]] = field(default_factory=dict)
     tables: Callable[[Outcome], list[Table]] = default_tables
     figures: Callable[[Outcome], dict[str, "Figure"]] = default_figures
-    results_file: str = "results.json"
-    table_stem: str = "table"
-    records_file: str = "table.csv"
-    report_file: str = "report.html"
+    stem: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, str):
@@ -101,6 +93,10 @@ class Experiment:
                 both = sorted(set(row.changes) & {*self.tuning.grid, *row.tuned})
                 if both:
                     raise ValueError(f"row {row.label!r} must not set what is tuned, got {', '.join(both)}")
+
+    def file(self, usual: str) -> str:
+        """The name of a file that is usually called so."""
+        return f"{self.stem}{Path(usual).suffix}" if self.stem else usual
 
     def perform(self, request: Request) -> Outcome:
         """Run what is missing, and write tables and figures."""

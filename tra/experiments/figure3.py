@@ -52,8 +52,5 @@ FIGURE3 = Experiment(
     at_scale={scale: {**changes, "seeds": 1} for scale, changes in FIGURE2.at_scale.items()},
     tables=_tables,
     figures=_figures,
-    results_file="figure3.json",
-    table_stem="heads",
-    records_file="figure3.csv",
-    report_file="figure3.html",
+    stem="figure3",
 )

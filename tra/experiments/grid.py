@@ -1,9 +1,8 @@
-"""The grid of runs: an experiment as a request wants it, with everything decided that either left open."""
+"""The grid of runs: what an experiment and a request together ask for, with all defaults filled in."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tra import plugins
 from tra.attention import MECHANISMS
@@ -11,7 +10,7 @@ from tra.attention.naming import mechanism_names
 from tra.experiments.cells import Cell, Place, below
 from tra.experiments.experiment import Experiment
 from tra.experiments.request import Request
-from tra.experiments.rows import Row, as_row, choice_label
+from tra.experiments.rows import Row, Settings, as_row, choice_label
 from tra.experiments.tuning import Tuning
 from tra.lookup import lookup
 from tra.recipes import Recipe, RecipeOf
@@ -19,7 +18,7 @@ from tra.recipes import Recipe, RecipeOf
 RUNS, TUNING = "runs", "tuning"
 """The folders of runs that are reported, and of runs for tuning."""
 
-Choices = Callable[[Place], Sequence[Mapping[str, Any]]]
+Choices = Callable[[Place], Sequence[Settings]]
 """The settings that are tried for a column and row."""
 
 
@@ -35,8 +34,6 @@ class Grid:
     """Those of the experiment, of which `rows` may be some."""
     seeds: int
     tuning: Tuning | None
-    tuned_before: Collection[str]
-    """Labels of rows whose settings the recipes have from earlier tuning."""
     _built: dict[Place, Recipe] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -59,7 +56,7 @@ class Grid:
             for name in request.changes:
                 if name in taken:
                     raise ValueError(f"set must leave {name} alone: rows or tuning of this experiment decide on it")
-            columns = {name: _changed(recipe_of, request.changes) for name, recipe_of in columns.items()}
+            columns = {name: _adjusted(recipe_of, request.changes) for name, recipe_of in columns.items()}
         return cls(
             folder=request.folder,
             scale=scale,
@@ -68,7 +65,6 @@ class Grid:
             every_row=list(map(as_row, here.rows)),
             seeds=request.seeds or here.seeds,
             tuning=here.tuning,
-            tuned_before=here.tuned.get(scale, ()),
         )
 
     def __post_init__(self) -> None:
@@ -88,15 +84,14 @@ class Grid:
         return self._built[place] if seed == 0 else replace(self._built[place], seed=seed)
 
     def cells(self) -> list[Cell]:
-        """All runs that are reported, before anything is tuned: a whole table for one seed before the next seed, so
-        that a part of them says something."""
+        """All runs that are reported, with the settings before tuning. A whole table of one seed comes before the next
+        seed, so that the first part of the runs is of use by itself."""
         return [
             Cell(
                 column,
                 row.label,
                 self.recipe(column, row, seed),
                 below(self.folder / RUNS, column, row.label, str(seed)),
-                tuned=row.label in self.tuned_before,
             )
             for seed in range(self.seeds)
             for column in self.columns
@@ -113,10 +108,10 @@ class Grid:
 
     def tuned_on(self, place: Place) -> Place:
         """Where the settings of a column and row are chosen."""
-        place = place.tuned_as
+        place = place.first_choice
         return place if self.tuning is None or self.tuning.column is None else place._replace(column=self.tuning.column)
 
-    def choices(self, place: Place) -> list[dict[str, Any]]:
+    def choices(self, place: Place) -> list[Settings]:
         """Everything that is tried for a column and row at first."""
         assert self.tuning is not None
         return self.tuning.choices(next(row.tuned for row in self.rows if row.label == place.row))
@@ -124,8 +119,8 @@ class Grid:
     def tuning_cells(
         self, index: int = 0, choices: Choices | None = None, seeds: Sequence[int] | None = None
     ) -> list[Cell]:
-        """Runs of a round from which settings are chosen: of all choices, or of those that a function of the place
-        gives, with the seeds of the round or others."""
+        """The runs of a round of tuning: all choices, or those that a function of the place gives; with the seeds of
+        the round, or others."""
         tuning = self.tuning
         if tuning is None:
             return []
@@ -168,20 +163,14 @@ def chosen_rows(every: Sequence[Row | str], names: Sequence[str]) -> list[Row]:
     return list(dict.fromkeys(chosen))
 
 
-def _changed(recipe_of: RecipeOf, changes: Mapping[str, Any]) -> RecipeOf:
-    """The recipes of a column with other values of fields, measured at as many times the training length."""
-
-    def make(attention: str) -> Recipe:
-        usual = recipe_of(attention=attention)
-        changed = usual.changed(changes)
-        return changed if changed.length == usual.length else changed.measured_like(usual)
-
-    return make
+def _adjusted(recipe_of: RecipeOf, changes: Settings) -> RecipeOf:
+    """The recipes of a column with other values of fields."""
+    return lambda attention: recipe_of(attention=attention).adjusted(changes)
 
 
 def _shortened(recipe: Recipe, share: float) -> Recipe:
-    """For tuning: so much of the training, measured within its length on the first of its sets, which is like what is
-    trained on; the others are no business of tuning."""
+    """For tuning: this share of the steps, measured within the training length on the first set, which is like the
+    training data."""
     first = [entry for entry in recipe.evaluations if entry.name == recipe.evaluations[0].name]
     within = tuple(entry for entry in first if entry.length <= recipe.length)
     return replace(recipe, steps=max(1, round(recipe.steps * share)), evaluations=within or recipe.evaluations)

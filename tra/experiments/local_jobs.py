@@ -30,7 +30,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def run_cell(cell: Cell) -> None:
-    """Train from where the run stands, measure, store; a failure is written down instead of raised."""
+    """Train from the last checkpoint, measure, store. A failure is recorded, not raised."""
     run = cell.run
     run.record_failure(None)
     try:
@@ -44,10 +44,11 @@ def run_cell(cell: Cell) -> None:
 
 
 def unfinished(cells: Sequence[Cell]) -> list[Cell]:
-    """Those still to be run, having said how many are not."""
-    waiting = [cell for cell in cells if cell.results() is None]
+    """The runs that are not finished. Says how many are, and what is wrong with those that cannot be read."""
+    found = {cell: cell.read() for cell in cells}
+    waiting = [cell for cell, (results, _) in found.items() if results is None]
     for cell in waiting:
-        if (problem := cell.problem()) is not None:
+        if (problem := found[cell][1]) is not None:
             say(f"{cell.label}: {problem}", style="red")
     if len(waiting) < len(cells):
         say(f"{len(cells) - len(waiting)} of {len(cells)} runs are finished already")
@@ -75,7 +76,7 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
     started: list[BaseProcess] = []
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's wish is like Ctrl-C
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler asks to stop: as Ctrl-C
     try:
         with progress(f"{len(waiting)} runs", total, "step", sum(steps.values())) as update:
             while waiting or running:

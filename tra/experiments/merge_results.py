@@ -9,8 +9,8 @@ from typing import Any
 from tra.experiments.cells import Cell, Place, RunKey
 from tra.experiments.grid import Grid
 from tra.experiments.results import Results, Session, first_recipes
-from tra.experiments.rows import OPTION
-from tra.experiments.tuning import Evidence, Settings
+from tra.experiments.rows import OPTION, Settings
+from tra.experiments.tuning import Evidence
 from tra.files import read_json
 from tra.progress import say
 from tra.recipes import Recipe
@@ -25,7 +25,7 @@ def read_results(paths: Sequence[Path], grid: Grid) -> Results:
     found, more_seeds = Results(), set()
     for path in paths:
         try:
-            more_seeds |= _take(read_json(path), grid, found)
+            more_seeds |= _add_file(read_json(path), grid, found)
         except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"join must name results of this experiment, but {path} differs: {reason}") from error
@@ -34,21 +34,21 @@ def read_results(paths: Sequence[Path], grid: Grid) -> Results:
     return found
 
 
-def as_tuned(
+def in_current_rows(
     records: Mapping[RunKey, list[Record]], grid: Grid, evidence: Mapping[Place, Evidence]
 ) -> dict[RunKey, list[Record]]:
-    """Results from elsewhere in the rows that their settings belong to now: more seeds of tuning may have turned first
-    choice and second round. Those with settings that are no longer either are left out."""
+    """Joined results, each in the row of its settings: more seeds of tuning may have swapped the first and the second
+    choice. Results with the settings of neither are left out."""
     found: dict[RunKey, list[Record]] = {}
     left_out = set()
     for key, of_run in records.items():
         known = evidence.get(grid.tuned_on(key.place))
         first = without_second(key.row)
-        if known is None or known.chosen is None or not _told(known.chosen):
+        if known is None or known.chosen is None or not _records_hold(known.chosen):
             row = key.row
-        elif _has(of_run[0], known.chosen):
+        elif _matches(of_run[0], known.chosen):
             row = first
-        elif known.second is not None and _has(of_run[0], known.second):
+        elif known.second is not None and _matches(of_run[0], known.second):
             row = first + SECOND
         else:
             left_out.add(str(key.place))
@@ -59,18 +59,18 @@ def as_tuned(
     return found
 
 
-def _told(settings: Settings) -> bool:
-    """Whether a result tells all of these: it holds the learning rate and options, and nothing else that is tuned."""
+def _records_hold(settings: Settings) -> bool:
+    """Whether records hold all of these settings: they have the learning rate and options, and nothing else."""
     return all(name == "learning_rate" or name.startswith(OPTION) for name in settings)
 
 
-def _has(record: Record, settings: Settings) -> bool:
+def _matches(record: Record, settings: Settings) -> bool:
     known = {"learning_rate": record.learning_rate, **{OPTION + name: value for name, value in record.options.items()}}
     return all(known.get(name) == value for name, value in settings.items())
 
 
 def merge_results(here: Results, elsewhere: Results, cells: Sequence[Cell]) -> Results:
-    """As one experiment with these runs would have them. Of a run that is in both, that which is here counts."""
+    """The results of these runs, from here and elsewhere. A run that is in both counts as it is here."""
     records = elsewhere.records | here.records
     runs, tuned = {str(key) for key in records}, {f"{key.place} (tuning)" for key in records}
     failures = {name: reason for name, reason in elsewhere.failures.items() if name not in runs | tuned}
@@ -79,18 +79,18 @@ def merge_results(here: Results, elsewhere: Results, cells: Sequence[Cell]) -> R
         records={cell.key: records[cell.key] for cell in cells if cell.key in records},
         failures=failures | {name: reason for name, reason in here.failures.items() if name not in runs},
         tuning=elsewhere.tuning | here.tuning,
-        sessions=_different([*elsewhere.sessions, *here.sessions]),
+        sessions=_without_repeats([*elsewhere.sessions, *here.sessions]),
         recipes=first_recipes(cells) | elsewhere.recipes | first_recipes(finished),
     )
 
 
-def _different(sessions: Sequence[Session]) -> list[Session]:
-    """Each once, known by when it began: what was joined before is in the file that is written anew."""
+def _without_repeats(sessions: Sequence[Session]) -> list[Session]:
+    """Each session once: a file may hold those of files that were joined to it before."""
     return [session for place, session in enumerate(sessions) if session not in sessions[:place]]
 
 
-def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
-    """Add what a file holds; returns the seeds that it has beyond those of the grid."""
+def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
+    """Add the results of a file; returns its seeds that the grid does not have."""
     rows = {label: row for row in grid.rows for label in (row.label, row.label + SECOND)}
     recipes: dict[Place, Recipe] = {}
     records: dict[RunKey, list[Record]] = {}
@@ -111,16 +111,16 @@ def _take(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
         record = Record(*place, seed, recipe.length, task.unit, result, entry["tuned"], *settings)
         _check_settings(record, recipe, grid.tuned_fields(rows[place.row]))
         records.setdefault(RunKey(*place, seed), []).append(record)
-    for place in dict.fromkeys(place.tuned_as for place in recipes):
+    for place in dict.fromkeys(place.first_choice for place in recipes):
         if grid.tunes(place.row):
             fields = grid.tuned_fields(rows[place.row])
             evidence = Evidence.from_dict(stored["tuning"][str(place)])
             if set(evidence.chosen or ()) < fields:
                 more = ", ".join(sorted(fields - set(evidence.chosen or ())))
                 say(f"results of {place} that are joined are left out: {more} is tuned here and was not there")
-                records = {key: of_run for key, of_run in records.items() if key.place.tuned_as != place}
+                records = {key: of_run for key, of_run in records.items() if key.place.first_choice != place}
             else:
-                _take_evidence(evidence, place, grid, fields, found)
+                _add_evidence(evidence, place, grid, fields, found)
     if not records:
         raise ValueError("it has none of the columns, rows and seeds that are asked for")
     for key, of_run in records.items():
@@ -158,7 +158,7 @@ def _check_column(stored: Mapping[str, Any], grid: Grid, column: str) -> None:
 
 
 def _check_settings(record: Record, recipe: Recipe, tuned: set[str]) -> None:
-    """Raise a ValueError unless a result has the settings of its row, but for those that tuning chose."""
+    """Raise a ValueError unless a result has the settings of its row; those that tuning chooses may differ."""
     rate, options, what = record.learning_rate, record.options, f"{record.column} {record.row}"
     if "learning_rate" not in tuned and rate != recipe.learning_rate:
         raise ValueError(f"learning_rate of {what} is {rate!r} there and {recipe.learning_rate!r} here")
@@ -168,9 +168,9 @@ def _check_settings(record: Record, recipe: Recipe, tuned: set[str]) -> None:
             raise ValueError(f"{name} of {what} is {found!r} there and {expected!r} here")
 
 
-def _take_evidence(theirs: Evidence, place: Place, grid: Grid, fields: set[str], found: Results) -> None:
-    """Add how a column and row were tuned, which must be how they are tuned here and by the other files. It may lack
-    seeds that are tuned on here: they are trained besides."""
+def _add_evidence(theirs: Evidence, place: Place, grid: Grid, fields: set[str], found: Results) -> None:
+    """Add how a column and row were tuned. That must be as they are tuned here and in the other files, but seeds may be
+    missing: they are trained here."""
     ours, tuned_on = grid.tuning, grid.tuned_on(place)
     assert ours is not None
     for what, stored, expected in (
@@ -183,6 +183,6 @@ def _take_evidence(theirs: Evidence, place: Place, grid: Grid, fields: set[str],
             raise ValueError(f"{what} of {place} is {stored!r} there and {expected!r} here")
     known = found.tuning.setdefault(tuned_on, theirs)
     if len(theirs.seeds) > len(known.seeds):
-        found.tuning[tuned_on] = theirs  # as_tuned finds the rows of what was tuned on fewer
+        found.tuning[tuned_on] = theirs  # in_current_rows finds the rows of what was tuned on fewer
     elif len(theirs.seeds) == len(known.seeds) and known.chosen != theirs.chosen:
         raise ValueError(f"tuning of {place} chose {theirs.chosen} there and {known.chosen} in a file before it")

@@ -16,7 +16,7 @@ from tra.experiments.experiment import Experiment, Outcome
 from tra.experiments.grid import Grid, part_of
 from tra.experiments.grid_report import final_report, live_report, write_explorers
 from tra.experiments.local_jobs import run_all, unfinished
-from tra.experiments.merge_results import as_tuned, merge_results, read_results
+from tra.experiments.merge_results import in_current_rows, merge_results, read_results
 from tra.experiments.request import Request
 from tra.experiments.results import Results, Session, read_runs, records_of, stored_sessions
 from tra.experiments.search import Search
@@ -30,8 +30,10 @@ from tra.tasks import Result
 
 
 def wanted_runs(experiment: Experiment, request: Request) -> tuple[Search, list[Cell], Results]:
-    """What tuning is to try, the runs to report as they are before it, and what there is of both elsewhere; whatever is
-    wrong with a request is raised."""
+    """The search for settings, the runs to report with the settings before it, and the results that are joined.
+
+    A ValueError says what is wrong with the request.
+    """
     grid = Grid.of(experiment, request)
     joined = read_results(request.join, grid)
     search = Search(grid, joined.tuning)
@@ -43,36 +45,25 @@ def wanted_runs(experiment: Experiment, request: Request) -> tuple[Search, list[
 
 
 def perform(experiment: Experiment, request: Request) -> Outcome:
-    """Run what is missing of this shard, tuning first, then write tables and figures from what is finished."""
+    """Run what this shard lacks, tuning first, then write tables and figures of all finished runs."""
     began, started = datetime.now(UTC), time.monotonic()
     search, cells, joined = wanted_runs(experiment, request)
-    grid, trained, failures = search.grid, 0, dict[str, str]()
-    page = grid.folder / experiment.report_file
+    grid, page = search.grid, search.grid.folder / experiment.file("report.html")
     grid.folder.mkdir(parents=True, exist_ok=True)
-    while tries := search.next():
-        waited_for = _run(part_of(tries, *request.shard), request, grid, page)
-        finished, failed = read_runs(tries)
-        trained += len(waited_for & finished.keys())
-        left = len(tries) - len(finished) - len(failed)
-        losses, reasons = tuning_losses(finished, failed, ended=not left)
-        failures |= reasons
-        search.tell(losses)
-        if left and request.train:
-            if request.shard.of == 1:
-                raise RunError(f"tuning in {grid.folder} is not finished")
-            say(f"{left} of {len(tries)} runs of tuning are left to other machines")
-            shown = markdown(tuning_tables(grid.tuning, search.evidence()))
-            return Outcome([], [], failures, grid.folder, shown)
+    trained, failures, waits = _tune(search, request, page)
+    if waits:
+        shown = markdown(tuning_tables(grid.tuning, search.evidence()))
+        return Outcome([], [], failures, grid.folder, shown)
     evidence = joined.tuning | search.evidence()
     cells = _with_chosen_settings(cells, grid, evidence, request.train)
-    joined = replace(joined, records=as_tuned(joined.records, grid, evidence))
+    joined = replace(joined, records=in_current_rows(joined.records, grid, evidence))
     _check_runs_here([cell for cell in cells if grid.tuned_on(cell.place) in joined.tuning])
     # Divided among machines before anything is left out, so that all divide alike whatever each of them joins.
     mine = [cell for cell in part_of(cells, *request.shard) if cell.key not in joined.records]
     waited_for = _run(mine, request, grid, page)
     with FileLock(grid.folder / ".lock"):  # one machine at a time, and each sees what the one before it saw
         finished, failed = read_runs(cells)
-        sessions = stored_sessions(grid.folder / experiment.results_file)
+        sessions = stored_sessions(grid.folder / experiment.file("results.json"))
         trained += len(waited_for & finished.keys())
         if trained:
             seconds = round(time.monotonic() - started, 1)
@@ -91,23 +82,43 @@ def perform(experiment: Experiment, request: Request) -> Outcome:
         return _write(experiment, request, grid, results, own, len(cells))
 
 
+def _tune(search: Search, request: Request, page: Path) -> tuple[int, dict[str, str], bool]:
+    """Run this shard's part of the search to its end: how many runs were trained, why others failed, and whether it
+    must wait for runs of other machines."""
+    grid, trained, failures = search.grid, 0, dict[str, str]()
+    while cells := search.next():
+        waited_for = _run(part_of(cells, *request.shard), request, grid, page)
+        finished, failed = read_runs(cells)
+        trained += len(waited_for & finished.keys())
+        left = len(cells) - len(finished) - len(failed)
+        losses, reasons = tuning_losses(finished, failed, ended=not left)
+        failures |= reasons
+        search.tell(losses)
+        if left and request.train:
+            if request.shard.of == 1:
+                raise RunError(f"tuning in {grid.folder} is not finished")
+            say(f"{left} of {len(cells)} runs of tuning are left to other machines")
+            return trained, failures, True
+    return trained, failures, False
+
+
 def _with_chosen_settings(
     cells: Sequence[Cell], grid: Grid, evidence: Mapping[Place, Evidence], train: bool
 ) -> list[Cell]:
-    """The runs to report: with the settings that tuning chose and, where it could not tell two apart, with the others
-    too. A row whose tuning failed is left out: it is reported so, and stops no other."""
+    """The runs to report: with the settings that tuning chose, and with the second choice where it could not tell two
+    apart. A row whose tuning failed is left out, and reported as a failure."""
     found = []
     for cell in cells:
         known = evidence.get(grid.tuned_on(cell.place))
         if known is None or known.chosen is None:
             found += [] if train and grid.tunes(cell.row) else [cell]
             continue
-        first = cell.tuned_to(known.chosen)
+        first = cell.with_settings(known.chosen)
         if known.second is None:
             found.append(first)
             continue
         second = cell.second(known.second)
-        if first.folder_holds(second.recipe):  # more seeds of tuning have turned first and second round
+        if first.folder_holds(second.recipe):  # more seeds of tuning have swapped the choices
             first, second = replace(first, folder=second.folder), replace(second, folder=first.folder)
         found += [first, second]
     return found
@@ -138,19 +149,19 @@ def _write(
     evidence = {place: results.tuning[place] for place in grid.places if place in results.tuning}
     of_tuning = tuning_tables(grid.tuning, evidence)
     shown = markdown([*tables, *of_tuning])
-    write_text(folder / f"{experiment.table_stem}.md", shown)
-    write_text(folder / f"{experiment.table_stem}.tex", latex([*tables, *of_tuning]))
-    write_text(folder / experiment.records_file, comparison_csv(outcome.records))
+    write_text(folder / experiment.file("table.md"), shown)
+    write_text(folder / experiment.file("table.tex"), latex([*tables, *of_tuning]))
+    write_text(folder / experiment.file("table.csv"), comparison_csv(outcome.records))
     figures: dict[str, str] = {}
     with styled(request.style):
         for name, figure in experiment.figures(outcome).items():
             for kind in request.figures:
                 save_figure(figure, folder / f"{name}.{kind}")
             figures[name] = as_svg(figure)
-    write_json(folder / experiment.results_file, content)
+    write_json(folder / experiment.file("results.json"), content)
     write_explorers(finished)
     report = final_report(grid, own, results, runs, tables, of_tuning, figures)
-    write_text(folder / experiment.report_file, report_html(report))
+    write_text(folder / experiment.file("report.html"), report_html(report))
     return replace(outcome, shown=shown)
 
 

@@ -53,12 +53,17 @@ class Results:
 
     def tuned(self, grid: Grid) -> dict[Place, Evidence]:
         """How settings were chosen, for every column and row of which something was measured."""
-        measured = {key.place.tuned_as for key in self.records}
+        measured = {key.place.first_choice for key in self.records}
         found = {place: self.tuning.get(grid.tuned_on(place)) for place in grid.places if place in measured}
         return {place: evidence for place, evidence in found.items() if evidence is not None and evidence.chosen}
 
     def to_dict(self, grid: Grid, runs: int) -> dict[str, Any]:
-        """What `results.json` holds, of so many runs."""
+        """The content of `results.json`.
+
+        Args:
+            grid: what was asked for.
+            runs: how many there are, finished or not.
+        """
         return {
             "runs": runs,
             "finished": len(self.records),

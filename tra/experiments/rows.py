@@ -8,6 +8,8 @@ from typing import Any
 from tra.recipes import Recipe, RecipeOf
 from tra.signatures import format_value
 
+Settings = Mapping[str, Any]
+"""Values of fields of a recipe, by name; those of the model have names such as ``model.width``."""
 OPTION = "model.attention_options."
 """Begins the name of a field that is an option of the mechanism."""
 
@@ -25,8 +27,8 @@ class Row:
 
     attention: str
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Values of fields of the recipe; those of the model have names such as ``model.width``."""
+    changes: Settings = field(default_factory=dict, hash=False)
+    """What else the recipe is to have."""
     name: str = ""
     """What the row is called; the mechanism with its options and changes by default."""
     tuned: Mapping[str, Sequence[Any]] = field(default_factory=dict, hash=False)
@@ -65,11 +67,11 @@ def as_row(row: Row | str) -> Row:
     return Row(row) if isinstance(row, str) else row
 
 
-def settings_words(values: Mapping[str, Any]) -> list[str]:
+def settings_words(values: Settings) -> list[str]:
     """Options by their own names, other fields by those that `Recipe.changed` knows."""
     return [f"{name.removeprefix(OPTION)}={format_value(value)}" for name, value in values.items()]
 
 
-def choice_label(choice: Mapping[str, Any]) -> str:
+def choice_label(choice: Settings) -> str:
     """Settings that tuning tries, as tables and folders name them."""
     return " ".join(settings_words(choice))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from tra.attention.naming import mechanism_names
 from tra.model import DecoderConfig
@@ -13,17 +14,9 @@ def shrunk(recipe_of: RecipeOf) -> Callable[..., Recipe]:
 
     def smoke(attention: str = "tra") -> Recipe:
         recipe = recipe_of(attention=attention)
-        return replace(
-            recipe,
-            name=f"{recipe.name}-smoke",
-            model=replace(recipe.model, layers=len(mechanism_names(attention)), heads=2, width=16),
-            length=8,
-            steps=4,
-            batch=4,
-            checkpoint_every=2,
-            log_every=1,
-            evaluations=tuple(replace(entry, examples=4) for entry in recipe.evaluations if entry.length <= 64),
-        )
+        model = replace(recipe.model, layers=len(mechanism_names(attention)), heads=2, width=16)
+        evaluations = tuple(replace(entry, examples=4) for entry in recipe.evaluations if entry.length <= 64)
+        return replace(recipe, model=model, length=8, evaluations=evaluations, **_short(recipe))
 
     return smoke
 
@@ -35,19 +28,15 @@ def shrunk_text(recipe_of: RecipeOf) -> Callable[..., Recipe]:
         recipe = recipe_of(attention=attention)
         return replace(
             recipe,
-            name=f"{recipe.name}-smoke",
             model=DecoderConfig(vocabulary=300, layers=2, heads=2, width=16, attention=attention),
             task_options={**recipe.task_options, "tokenizer": "bpe-300"},
             length=16,
-            steps=4,
-            batch=4,
-            checkpoint_every=2,
-            log_every=1,
-            evaluations=(
-                Evaluation("valid", 16, 8),
-                Evaluation("valid", 32, 4),
-                Evaluation("valid", 32, 4, stride=8),
-            ),
+            evaluations=(Evaluation("valid", 16, 8), Evaluation("valid", 32, 4), Evaluation("valid", 32, 4, stride=8)),
+            **_short(recipe),
         )
 
     return smoke
+
+
+def _short(recipe: Recipe) -> dict[str, Any]:
+    return {"name": f"{recipe.name}-smoke", "steps": 4, "batch": 4, "checkpoint_every": 2, "log_every": 1}

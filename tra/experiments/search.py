@@ -6,20 +6,21 @@ from functools import cached_property
 
 from tra.experiments.cells import Cell, Place
 from tra.experiments.grid import Choices, Grid
-from tra.experiments.tuning import Evidence, Losses, Round, Settings, Tried, Tuning, evidence_of
+from tra.experiments.rows import Settings
+from tra.experiments.tuning import Evidence, Losses, Round, Tried, Tuning, evidence_of
 
 
 class Search:
-    """What tuning tries: told the losses of what it gave last, it gives the next runs, and none at the end."""
+    """What tuning tries. `next` gives runs, and none at the end; `tell` takes their losses."""
 
     def __init__(self, grid: Grid, known: Mapping[Place, Evidence] | None = None) -> None:
-        """Of columns and rows that are known from elsewhere, only seeds that the last round lacks there are tried."""
+        """Columns and rows that are known from joined results are not tried again, but for seeds that they lack."""
         self.grid, self.known = grid, known or {}
         self.rounds: list[Losses] = []
         """Of each round so far, the losses."""
         self.extending = False
         self.extensions: set[str] = set()
-        """Runs past the ends of the grid that were given already: one that comes to nothing is not given again."""
+        """Runs past the ends of the grid that were given already. One without a result is not given again."""
 
     def next(self) -> list[Cell]:
         tuning = self.grid.tuning
@@ -44,7 +45,7 @@ class Search:
         return cells
 
     def tell(self, losses: Losses) -> None:
-        """Add what was found: a round of its own, or more of the first."""
+        """Add the losses of the runs given last: as a new round, or to the first where that was extended."""
         if self.extending:
             for place, found in losses.items():
                 self.rounds[0].setdefault(place, []).extend(found)
@@ -75,7 +76,7 @@ class Search:
 
     @cached_property
     def expected(self) -> list[Cell]:
-        """About what it comes to, before anything is known: of each later round the first choices."""
+        """About what will be run, before any loss is known: in later rounds the first choices stand for the best."""
         tuning = self.grid.tuning
         if tuning is None:
             return []
@@ -113,7 +114,7 @@ class Search:
         return evidence_of(tuning, known.column, [*known.rounds[:-1], Round(last.share_of_steps, tried)])
 
     def _best(self, place: Place, number: int | None) -> list[Settings]:
-        """So many choices with the lowest losses of the last round."""
+        """The choices with the lowest losses of the last round, this number of them."""
         finite = [one for one in self.rounds[-1].get(place, []) if math.isfinite(one.loss)]
         return [one.settings for one in sorted(finite, key=lambda one: one.loss)[:number]]
 

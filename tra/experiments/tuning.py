@@ -10,14 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 from tra.experiments.cells import Cell, Place
-from tra.experiments.rows import OPTION, choice_label
+from tra.experiments.rows import OPTION, Settings, choice_label
 from tra.lookup import lookup
 from tra.report.tables import Table
 from tra.runs.folder import DIVERGED
 from tra.tasks import Result
-
-Settings = Mapping[str, Any]
-"""Values of fields of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Tuning:
             if len(values) < 2 or any(low >= high for low, high in itertools.pairwise(values)) or values[0] <= 0:
                 raise ValueError(f"{self.extended} must have two or more rising values to be extended, got {values!r}")
 
-    def choices(self, besides: Mapping[str, Sequence[Any]] | None = None) -> list[dict[str, Any]]:
+    def choices(self, besides: Mapping[str, Sequence[Any]] | None = None) -> list[Settings]:
         """Every combination of the grid, and of what is tuned besides."""
         grid = {**self.grid, **(besides or {})}
         return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
@@ -69,7 +66,7 @@ class Tuning:
         """The seeds of a round."""
         return self.seeds if index == len(self.rounds) - 1 else self.seeds[:1]
 
-    def beyond(self, tried: Sequence[Settings], best: Settings, planned: int) -> dict[str, Any] | None:
+    def beyond(self, tried: Sequence[Settings], best: Settings, planned: int) -> Settings | None:
         """The choice past the best one, if that lies at an end of what was tried of the extended field, unless many
         more than were planned have been tried already."""
         if self.extended is None or len(tried) >= planned + MOST_EXTENSIONS:
@@ -86,7 +83,7 @@ MOST_EXTENSIONS = 3
 
 @dataclass(frozen=True)
 class Tried:
-    """A choice and what it came to."""
+    """A choice and its losses."""
 
     settings: Settings
     losses: Sequence[float]
@@ -164,7 +161,7 @@ class Evidence:
 
 
 def evidence_of(tuning: Tuning, column: str, rounds: Sequence[Round], decided: bool = True) -> Evidence:
-    """What rounds of tuning come to; the last one decides, if there was one."""
+    """The evidence of these rounds. The last one decides, unless it was not run."""
     chosen, second = choose(tuning, rounds[-1].tried) if decided else (None, None)
     trained = min((len(one.losses) for one in rounds[-1].tried), default=len(tuning.seeds))
     return Evidence(column, list(tuning.seeds)[:trained], rounds, chosen, second)
@@ -173,8 +170,8 @@ def evidence_of(tuning: Tuning, column: str, rounds: Sequence[Round], decided: b
 def tuning_losses(
     measured: Mapping[Cell, Sequence[Result]], failed: Mapping[Cell, str] = MappingProxyType({}), ended: bool = True
 ) -> tuple[Losses, dict[str, str]]:
-    """Mean loss within the training length, over sets, of every choice and seed, infinite for one that diverged; and
-    what else failed, by what it is called. Once all runs have ended, there are no losses where one of them failed."""
+    """The mean loss within the training length of every choice and seed, infinite if it diverged; and the reasons of
+    other failures, by run. Once all runs have ended, a column and row with such a failure has no losses."""
     diverged = [cell for cell, reason in failed.items() if reason.startswith(DIVERGED)]
     runs = dict.fromkeys(diverged, math.inf)
     for cell, results in measured.items():
@@ -198,8 +195,8 @@ def tuning_losses(
 
 
 def choose(tuning: Tuning, tried: Sequence[Tried]) -> tuple[Settings | None, Settings | None]:
-    """The settings with the lowest loss, or of a choice that is as good, None where every choice diverged; and the next
-    best, where it is worse by less than seeds differ: tuning cannot tell the two apart."""
+    """The settings with the lowest loss, within the tolerance, or None if every choice diverged; and the second best if
+    it is worse by less than seeds differ, so that tuning cannot tell the two apart."""
     ranked = sorted(tried, key=lambda one: one.loss)
     lowest = ranked[0]
     if not math.isfinite(lowest.loss):

@@ -13,7 +13,7 @@ from tra.attention.naming import plugins_of
 from tra.lookup import lookup
 from tra.model import DecoderConfig
 from tra.signatures import LONGEST, MOST, among, check_count, check_types, format_value
-from tra.tasks import Evaluation, Task, build_task
+from tra.tasks import TASKS, Evaluation, Task, build_task, task_options
 
 COUNTS = (
     "steps",
@@ -209,15 +209,6 @@ class Recipe:
         of_task = plugins.source("TASKS", self.task)
         return sorted({*plugins_of(self.model.attention), *([] if of_task is None else [of_task])})
 
-    def measured_like(self, other: "Recipe") -> "Recipe":
-        """With the evaluations of another recipe, their lengths scaled to this training length."""
-        return replace(self, evaluations=self.rescaled_evaluations(other))
-
-    def rescaled_evaluations(self, other: "Recipe") -> tuple[Evaluation, ...]:
-        """The evaluations of another recipe, their lengths scaled to this training length."""
-        task, factor = self.build_task(), Fraction(self.length, other.length)
-        return tuple(task.rescaled(entry, factor) for entry in other.evaluations)
-
     def changed(self, changes: Mapping[str, Any]) -> "Recipe":
         """The recipe with other values of some fields. Names reach into the model (``model.width``) and into options
         (``task_options.alphabet``, ``model.attention_options.theta``).
@@ -227,19 +218,43 @@ class Recipe:
             >>> build_recipe("copy-repeat-small").changed({"task_options.alphabet": 20, "model.layers": 2}).task_options
             {'alphabet': 20}
         """
+        return self._replaced(self._resolved(changes, self.task_options))
+
+    def adjusted(self, changes: Mapping[str, Any]) -> "Recipe":
+        """As ``changed``, for changes that a user asks for: the evaluations stay at as many times the training length,
+        and another task keeps those options of this one that it has.
+
+        Example:
+            >>> from tra.recipes import build_recipe
+            >>> [entry.length for entry in build_recipe("copy-unique-small").adjusted({"length": 5}).evaluations]
+            [5, 10, 15, 20]
+        """
+        name = changes.get("task", self.task)
+        known = task_options(plugins.find("TASKS", TASKS, name, "task"))
+        kept = {option: value for option, value in self.task_options.items() if name == self.task or option in known}
+        values = {"task_options": kept, **self._resolved(changes, kept)}
+        length = values.get("length", self.length)
+        if "evaluations" not in values and isinstance(length, int):
+            task, factor = build_task(name, values["task_options"]), Fraction(length, self.length)
+            values["evaluations"] = tuple(task.rescaled(entry, factor) for entry in self.evaluations)
+        return self._replaced(values)
+
+    def _resolved(self, changes: Mapping[str, Any], of_task: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes with single options put among the others: among ``of_task``, and those of the mechanism."""
         known = [*(entry.name for entry in fields(Recipe)), *(f"model.{entry.name}" for entry in fields(DecoderConfig))]
         values: dict[str, Any] = {}
         for name, value in changes.items():
             where, _, option = name.rpartition(".")
             if where in OPTIONS:
-                options = values.get(
-                    where, self.task_options if where == "task_options" else self.model.attention_options
-                )
+                options = values.get(where, of_task if where == "task_options" else self.model.attention_options)
                 values[where] = {**options, option: value}
             elif name in known:
                 values[name] = value
             else:
                 raise ValueError(among("a field of a recipe", known, name))
+        return values
+
+    def _replaced(self, values: Mapping[str, Any]) -> "Recipe":
         of_model = {name.removeprefix("model."): value for name, value in values.items() if name.startswith("model.")}
         own = {name: value for name, value in values.items() if not name.startswith("model.")}
         return replace(self, model=replace(self.model, **of_model), **own)
