@@ -10,6 +10,7 @@ from tests.cli.calling import Captured, fails, shows
 from tra.cli import main
 from tra.errors import Interrupted
 from tra.experiments import demo
+from tra.experiments.local_jobs import run_cell
 from tra.recipes import RecipeOf
 
 
@@ -17,6 +18,8 @@ def test_everything_is_written_for_every_seed_and_the_report_named_last(
     tiny_recipe: RecipeOf, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "DEMO", replace(demo.DEMO, scales={"quick": {"flip_flop": tiny_recipe}}))
+    monkeypatch.setattr("tra.experiments.perform.run_all", lambda cells, jobs: [run_cell(cell) for cell in cells])
+    monkeypatch.setattr("tra.experiments.perform.write_explorers", lambda cells: None)
     folder = tmp_path / "demo"
     shown = shows(["demo", "--output", str(folder), "--seeds", "2", "--attention", "tra,nope"], capsys)
     assert shown.splitlines()[-1] == str(folder / "report.html")

@@ -1,9 +1,8 @@
 """`tra reproduce`; what it does is tested with `tra.experiments`."""
 
-import json
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,10 @@ import pytest
 from tests.cli.calling import Captured, fails, help_of, json_of, shows
 from tra.cli import main
 from tra.errors import Interrupted
-from tra.experiments import BUILT_IN, Experiment, Outcome, Request, demo, reproduce
+from tra.experiments import BUILT_IN, Experiment, Outcome, Request, reproduce
+from tra.experiments.grid import Grid
 from tra.experiments.request import Shard
 from tra.recipes import RecipeOf
-
-FILE = """
-from dataclasses import fields, replace
-from tests.cli.conftest import tiny
-from tra.experiments import Experiment, Row
-
-experiment = Experiment(
-    scales={"small": {"flip_flop": tiny}}, rows=[Row("rope", {"theta": 100.0}), "nope"], seeds=2
-)
-"""
 
 
 @pytest.fixture
@@ -111,19 +101,6 @@ def test_help_names_every_experiment(capsys: Captured) -> None:
     assert sorted(names.split(", ")) == sorted(BUILT_IN)
 
 
-def test_a_file_of_ones_own_is_an_experiment(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "my_own.py").write_text(FILE)
-    command = ["reproduce", str(tmp_path / "my_own.py"), "--output", str(tmp_path / "out"), "--jobs", "2"]
-    shown = shows(command, capsys)
-    assert "| rope theta=100 |" in shown
-    assert "over 2 seeds" in shown
-    assert shown.splitlines()[-1] == str(tmp_path / "out")
-    content = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert (content["runs"], content["finished"]) == (4, 4)
-    again = json_of([*command, "--no-train"], capsys)
-    assert again["results"] == content["results"]
-
-
 def test_failures_are_said_and_the_exit_code_is_one(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     outcome = Outcome([], [], {"copy tra seed 0": "the loss is nan"}, Path("x"), "the table")
     monkeypatch.setattr("tra.experiments.Experiment.perform", lambda *_: outcome)
@@ -141,17 +118,6 @@ def test_a_stopped_grid_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, cap
     assert main(["reproduce", "table1", "--output", "my folder", "--plugin", "json"]) == 130
     expected = "the others go on from here by: tra reproduce table1 --output 'my folder' --plugin json\n"
     assert capsys.readouterr().err.endswith(expected)
-
-
-def test_a_dry_run_trains_nothing(
-    tiny_recipe: RecipeOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.setattr(demo, "DEMO", replace(demo.DEMO, scales={"small": {"flip_flop": tiny_recipe}}))
-    command = ["reproduce", "demo", "--dry-run", "--seeds", "3", "--output", str(tmp_path / "out")]
-    table = json_of(command, capsys)
-    assert len(table["rows"][0]) == len(table["headings"])
-    assert "tokens" in " ".join(table["headings"])
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -184,20 +150,10 @@ def test_a_wrong_argument_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_without_an_experiment_is_refused(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "empty_one.py").write_text("experiments = []\n")
-    error = fails(["reproduce", str(tmp_path / "empty_one.py")], capsys)
-    assert error.endswith("empty_one.py must define an Experiment called experiment, got NoneType")
-    (tmp_path / "broken_one.py").write_text("x = 1\nexperiment = Experiment()\n")
-    error = fails(["reproduce", str(tmp_path / "broken_one.py")], capsys, code=1)
-    assert "broken_one.py could not be loaded: NameError: name 'Experiment' is not defined" in error
-    assert error.endswith("broken_one.py, line 2)")
-
-
-def test_steps_and_other_fields_of_every_recipe_can_be_set(tmp_path: Path, tiny_recipe: RecipeOf) -> None:
+def test_steps_and_other_fields_of_every_recipe_can_be_set(tiny_recipe: RecipeOf) -> None:
     experiment = Experiment(scales={"small": {"flip_flop": tiny_recipe}}, rows=("tra", "nope"))
-    outcome = reproduce(experiment, tmp_path / "out", attention=("nope",), steps=2, set={"model.width": 8, "length": 8})
-    (cell,) = outcome.cells
+    asked = Request(Path("out"), attention=("nope",), steps=2, set={"model.width": 8, "length": 8})
+    (cell,) = Grid.of(experiment, asked).cells()
     assert (cell.recipe.steps, cell.recipe.model.width, cell.recipe.length) == (2, 8, 8)
     assert [entry.length for entry in cell.recipe.evaluations][::3] == [8, 16], "at as many times the training length"
 

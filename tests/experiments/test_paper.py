@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from tests.experiments.conftest import REPRODUCE, write_small_texts
-from tests.experiments.small import PNG, content_of, files_below, grid_of, made_in, smoke
+from tests.experiments.small import PNG, content_of, grid_of, made_in, smoke
 from tra.attention import MECHANISMS
 from tra.cli import main
 from tra.experiments import Experiment, Outcome, Request, Row
@@ -239,21 +238,6 @@ def test_figure2_draws_the_same_means_by_window_and_the_loss_by_position(figure2
     for line in windows.lines:
         expected = [figure2.means("perplexity", length, None)[str(line.get_label())] for length in (16, 32)]
         assert line.get_ydata().tolist() == pytest.approx(expected)
-
-
-def test_figure2_is_made_again_from_what_is_stored(figure2: Figure2, tmp_path: Path) -> None:
-    folder = tmp_path / "figure"
-    shutil.copytree(figure2.folder, folder)
-    before = files_below(folder / "runs")
-    first = {name: (folder / name).read_bytes() for name in FIGURE2_MADE}
-    for name in FIGURE2_MADE:
-        (folder / name).unlink()
-    assert main(smoke("figure2", folder, "--seeds", "2", "--attention", "tra,rope", "--no-train")) == 0
-    assert files_below(folder / "runs") == before
-    for name in ("table.md", "table.tex", "table.csv"):
-        assert (folder / name).read_bytes() == first[name]
-    assert (folder / "perplexity.png").read_bytes().startswith(PNG)
-    assert content_of(folder)["results"] == figure2.rows
 
 
 @pytest.mark.usefixtures("run_here")
