@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tra.experiments.steps import STEPS_OF
 from tra.experiments.tuning import Evidence
 from tra.report.records import SECOND
 
@@ -179,6 +180,24 @@ def test_the_summary_of_results_shows_what_is_stored() -> None:
     cells = [cell for row in rows for cell in row[1:]]
     measured, learned = sum(map(bool, cells)), sum(bool(cell) and "‡" not in cell.split(" / ")[0] for cell in cells)
     assert f"Of the {len(cells)} cells {measured} are measured, {learned} of them with the task learned" in page
+
+
+def test_the_page_on_text_shows_what_more_steps_bring() -> None:
+    """Every mechanism and number of steps that is stored, at every window."""
+    page = (RESULTS / "text.md").read_text()
+    stored = json.loads((RESULTS / "steps" / "results.json").read_text())["results"]
+    found: dict[tuple[str, str], list[str]] = {}
+    for column in STEPS_OF:
+        entries = [entry for entry in stored if entry["column"] == column]
+        for row in dict.fromkeys(entry["attention"] for entry in entries):
+            means = [-means_at(entries, window)[row] for window in (128, 1024, 4096)]
+            found[row, f"{STEPS_OF[column]:,}"] = [f"{mean:.1f}" for mean in means]
+    _, *rows = rows_of(page, "| attention | steps |")
+    assert {(row[0], row[1]): row[2:] for row in rows} == found
+    made = (RESULTS / "steps" / "table.md").read_text()
+    difference = page[page.index("Difference to TRA as published after 2,400") :]
+    expected = rows_of(made[made.index("## Difference to tra after 2,400 steps") :], "| attention |")
+    assert rows_of(difference, "| attention |") == expected
 
 
 def test_the_page_on_hybrids_shows_what_is_stored() -> None:
