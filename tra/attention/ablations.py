@@ -1,4 +1,4 @@
-"""TRA with one of its parts taken out, to see what each is worth."""
+"""Ablations: TRA with one of its parts removed."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from tra.attention.positions import log_positions
 
 
 class AdaptiveScaleEntmaxAttention(Attention):
-    """Entmax attention: keys with low scores get a weight of exactly 0, as with TRA, but by comparison with each other.
+    """1.5-entmax attention: keys whose scores are low beside those of other keys get a weight of exactly 0.
 
     Scores of the heads without positions are multiplied by 1 + b log(n + 1)^c, with n the number of keys, and
     b = softplus(w_b . x + v_b) and c = 2 tanh(w_c . x + v_c) read at the query. Takes the arguments of

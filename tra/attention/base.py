@@ -1,4 +1,4 @@
-"""The contract of a mechanism, and everything that all mechanisms share: only the rule differs between them."""
+"""The contract of a mechanism, and everything that all mechanisms share. Only the rule differs."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,28 +15,28 @@ from tra.attention.dense import dense_mix
 
 
 class Attention(nn.Module, ABC):
-    """Multi-head causal self-attention whose rule is a subclass.
+    """Multi-head causal self-attention; a subclass defines the rule.
 
-    A subclass takes the same arguments, and keyword-only ones of its own, its options:
+    A subclass takes the same arguments and its options, which are keyword-only:
     ``(width, heads, kv_heads=None, *, theta=500_000.0, **shared)``.
 
     Args:
         width: width of the input and output.
         heads: number of query heads.
         kv_heads: number of key and value heads (grouped-query attention), ``heads`` by default.
-        layer: which block of a decoder it is in, from 0. Given by the decoder, so no option.
+        layer: index of the decoder's block, from 0. Given by the decoder, so no option.
         dropout: probability of dropping an attention weight in training. Given by the decoder, so no option.
         head_width: width of each head, ``width // heads`` by default. Given by the decoder, so no option.
-        bias: biases in all four projections or in none; in that of the output only by default. Given by the decoder,
-            so no option.
+        bias: True gives all four projections a bias, False none; by default only the output has one. Given by the
+            decoder, so no option.
         qk_norm: normalise each head's query and key to root mean square 1, without a learned scale.
     """
 
     revises_cache: ClassVar[bool] = False
-    """Whether later tokens change what is stored of earlier ones, so that its cache cannot be cropped."""
+    """Whether later tokens change cached values of earlier ones; such a cache cannot be cropped."""
 
     takes_shards: ClassVar[bool] = False
-    """Whether it computes sequences that several processes share."""
+    """Whether it supports sequences that several processes share."""
 
     takes_static_cache: ClassVar[bool] = False
     """Whether it reads buffers of a fixed size (:class:`~tra.attention.cache.StaticCache`)."""
@@ -79,12 +79,12 @@ class Attention(nn.Module, ABC):
     @abstractmethod
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """The rule: ``[B, Hq, L, D]`` queries and ``[B, Hkv, L, D]`` keys and values of the new tokens in,
-        ``[B, Hq, L, D]`` out. What later tokens need goes through ``context.remember``. Linear in value."""
+        ``[B, Hq, L, D]`` out. Tensors that later tokens need go through ``context.remember``. Linear in value."""
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """Map ``[B, L, width]`` to the same shape; with a cache in the context, x holds the new tokens only.
 
-        Mechanisms that measure plain distance count padding between tokens; at the ends it changes nothing.
+        Mechanisms with plain distance count padding between tokens. Padding at the ends changes nothing.
         """
         context = self._fitting(x, context)
         if context.shards is not None and not self.takes_shards:
@@ -108,11 +108,11 @@ class Attention(nn.Module, ABC):
         return self.output(self.postprocess(mixed).transpose(1, 2).flatten(2))
 
     def add_positions(self, x: Tensor, context: Context) -> Tensor:
-        """What queries and keys are projected from: x itself, unless the mechanism adds positions to it."""
+        """The input of the query and key projections: x itself, unless the mechanism adds positions."""
         return x
 
     def postprocess(self, mixed: Tensor) -> Tensor:
-        """What enters the output projection: the mixed values ``[B, Hq, L, D]``, unless the mechanism rescales them."""
+        """The input of the output projection: the mixed values ``[B, Hq, L, D]``, rescaled by some mechanisms."""
         return mixed
 
     def gates(self, x: Tensor) -> Tensor | None:
@@ -120,7 +120,7 @@ class Attention(nn.Module, ABC):
         return None
 
     def weights(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """The attention matrix ``[B, Hq, L, cached + L]``, always exact; the cache is left as it is."""
+        """The attention matrix ``[B, Hq, L, cached + L]``, always exact. The cache does not change."""
         context = self._fitting(x, context)
         return self._probed(x, *self.project(x, context), context)[0]
 
@@ -129,7 +129,7 @@ class Attention(nn.Module, ABC):
         return self.dropout if self.training and not context.exact else 0.0
 
     def _probed(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """The weights, which are what the rule makes of an identity matrix as values, and the values of all tokens."""
+        """The weights (the rule's output for an identity matrix as values), and the values of all tokens."""
         probe = WeightProbeCache(context.cache, value, key.dtype)
         mask = context.key_mask
         if mask is not None and isinstance(context.cache, StaticCache):  # of which the probe gives what is filled
@@ -157,7 +157,7 @@ class Attention(nn.Module, ABC):
         return self.normalised(query), self.normalised(key), value
 
     def normalised(self, x: Tensor) -> Tensor:
-        """Queries or keys ``[B, H, L, D]`` with root mean square 1, if the mechanism wants them so."""
+        """Queries or keys ``[B, H, L, D]``, normalised to root mean square 1 if ``qk_norm`` is on."""
         return F.rms_norm(x, (self.head_width,)) if self.qk_norm else x
 
 
@@ -182,8 +182,8 @@ def causal_softmax_attention(
 ) -> Tensor:
     """Softmax attention through PyTorch's SDPA; exactly 0 for a query that sees no key.
 
-    ``bias`` is added to the scores: a tensor that broadcasts to ``[B, Hq, Lq, Lk]``, or a function that gives each of
-    its entries, which FlexAttention then need not hold all at once.
+    ``bias`` is added to the scores: a tensor that broadcasts to ``[B, Hq, Lq, Lk]``, or a function that gives each
+    entry, so that FlexAttention need not hold all of them.
     """
     queries, keys = query.shape[2], key.shape[2]
     masked = any(x is not None for x in (bias, context.key_mask, context.segment_ids, context.key_lengths(1)))

@@ -1,4 +1,4 @@
-"""What comes with the tokens of a call: the cache, the masks, and who looks into the rule."""
+"""What a call gets beside its tokens: the cache, the masks, and lists for those who inspect the rule."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from tra.ops.visibility import check_masks, visible_keys
 
 
 class Terms(NamedTuple):
-    """What a rule computed its weights from: the scores ``scale * query . key``, and what it did with them."""
+    """What a rule computed its weights from: the scores ``scale * query . key``, and what changes them."""
 
     query: Tensor
     """``[B, Hq, L, D]``."""
@@ -21,13 +21,13 @@ class Terms(NamedTuple):
     bias: Tensor | None = None
     """Added to the scores, broadcast to ``[B, Hq, L, L]``."""
     threshold: float | Tensor | None = None
-    """A key is kept when its score is greater; a tensor broadcasts to ``[B, Hq, L]``, None keeps all."""
+    """A key is kept if its score is greater; a tensor broadcasts to ``[B, Hq, L]``, None keeps all."""
     log_gate: Tensor | None = None
     """``[B, Hq, L]``: what each step of distance, counted among the keys kept, adds to a score."""
 
 
 class Context(NamedTuple):
-    """What comes with the new tokens of one call: the cache of earlier ones, and the masks of them all.
+    """What a call gets beside its new tokens: the cache of earlier tokens, and masks of all tokens.
 
     Example:
         >>> import tra
@@ -38,7 +38,7 @@ class Context(NamedTuple):
     """
 
     cache: Cache | None = None
-    """What this layer remembers of earlier tokens; the new ones are added to it."""
+    """This layer's cache of earlier tokens; the call adds the new ones."""
     key_mask: Tensor | None = None
     """``[B, cached + L]`` boolean, False for padding; ``[B, capacity]`` with a `StaticCache`."""
     segment_ids: Tensor | None = None
@@ -46,11 +46,11 @@ class Context(NamedTuple):
     exact: bool = False
     """The rule itself: no dropout, and nothing left out to save time."""
     terms: list[Terms] | None = None
-    """Where the rule leaves its terms, for who looks into it."""
+    """If given, the rule appends its terms."""
     weights: list[Tensor] | None = None
-    """Where the attention matrix ``[B, Hq, L, cached + L]`` of the call is put, if it is wanted."""
+    """If given, the call appends its attention matrix ``[B, Hq, L, cached + L]``."""
     shards: tuple[ContextParallel, Layout] | None = None
-    """The processes that share these sequences, and who holds what; None if the tokens are all there are."""
+    """The processes that share these sequences, and their layout; None without sharing."""
 
     def check(self, x: Tensor) -> None:
         """Raise a ValueError that names what does not fit the new tokens ``x [B, L, width]``.
@@ -85,7 +85,7 @@ class Context(NamedTuple):
         return tensors if self.cache is None else self.cache.append(*tensors)
 
     def note(self, *terms: Any) -> None:
-        """Leave the :class:`Terms` of the rule, if anybody asked for them."""
+        """Append the :class:`Terms` of the rule, if a list was given."""
         if self.terms is not None:
             self.terms.append(Terms(*terms))
 

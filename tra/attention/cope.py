@@ -14,7 +14,7 @@ from tra.attention.dense import dense_mix, dense_scores, dense_softmax, full_pro
 
 
 class ContextualPositionAttention(Attention):
-    """Softmax attention whose positions count the tokens that a gate, read from their scores, lets count.
+    """Softmax attention whose positions are sums of gates, which are computed from the scores.
 
     The position of key j seen from query i is the sum of sigmoid(s) over the keys from j to i, no more than
     ``positions - 1``. The score gains query . e, with the embedding e of the position interpolated between the

@@ -24,7 +24,7 @@ class InterpolatedBiasAttention(Attention):
     Args:
         hidden: units of the MLP.
         rate: c at the start.
-        shortest: L at the start: below this position, distances are divided by the same number.
+        shortest: L at the start; for positions below it, the divisor is constant.
     """
 
     def __init__(

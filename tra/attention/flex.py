@@ -19,8 +19,8 @@ from the first key."""
 
 
 def suits(query: Tensor, context: Context, dropout: float) -> bool:
-    """Whether a call goes here: prefill or training on a GPU. FlexAttention knows no dropout, leaves no terms, and the
-    bias of one new token is small."""
+    """Whether FlexAttention computes this call: prefill or training on a GPU. It supports no dropout and records no
+    terms, and the bias of one new token is small."""
     fits = query.is_cuda and dropout == 0.0 and query.shape[2] > 1
     return fits and not context.exact and context.terms is None and context.key_lengths(1) is None
 

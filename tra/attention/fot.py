@@ -9,7 +9,7 @@ from tra.attention.gate import GatedAttention
 
 
 class ForgettingAttention(GatedAttention):
-    """Softmax attention in which every token makes each head forget a share of all that came before it.
+    """Softmax attention in which the gate of each token makes each head forget a share of all earlier tokens.
 
     The score of query i and key j gains the sum of log f_l over the tokens l after j up to i, where f is the gate.
     """

@@ -10,12 +10,12 @@ from tra.attention.base import Attention
 
 
 class GatedAttention(Attention):
-    """Attention with a gate, sigmoid(w . x + b), for each head; what it does there is a subclass.
+    """Attention with a gate, sigmoid(w . x + b), for each head; a subclass uses it.
 
     Takes the arguments of :class:`~tra.attention.base.Attention`, and:
 
     Args:
-        gate_bias: b at the start, by default as PyTorch chooses it at random; 5 is nearly no decay.
+        gate_bias: b at the start, by default PyTorch's random value; 5 is nearly no decay.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class GatedAttention(Attention):
 
 
 def linear_gate(width: int, heads: int, bias: float | None) -> nn.Linear:
-    """What is read before the sigmoid. A given bias replaces the random one, so that whatever is random later is not
-    moved by it."""
+    """The linear map before the sigmoid. A given bias overwrites the random one, so later random numbers do not depend
+    on it."""
     gate = nn.Linear(width, heads)
     if bias is not None:
         nn.init.constant_(gate.bias, bias)

@@ -12,7 +12,7 @@ Positions = Literal["nape", "none"]
 
 
 class HalfBiasAttention(LinearBiasAttention):
-    """Softmax attention in which every step of distance costs head h of the first half 1 / h, and the others nothing.
+    """Softmax attention with ALiBi's bias in the first half of the heads (slope 1 / h in head h), none in the others.
 
     Heads are counted from 1. A single head has no positions.
     """

@@ -6,7 +6,7 @@ from tra.attention.base import Attention, Context, causal_softmax_attention
 
 
 class UnpositionedAttention(Attention):
-    """Softmax attention that is told no positions: order reaches it through causality alone."""
+    """Softmax attention without positions: order enters only through the causal mask."""
 
     uses_sdpa = True
     takes_static_cache = True

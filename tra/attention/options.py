@@ -1,4 +1,4 @@
-"""The options of a mechanism, as the signatures of its class and of those it extends say."""
+"""The options of a mechanism, read from the signatures of its class and base classes."""
 
 import inspect
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ GIVEN_BY_THE_DECODER = ("layer", "dropout", "head_width", "bias")
 def options_of(mechanism: "type[Attention]") -> dict[str, Option]:
     """The options of a mechanism by name, those that all mechanisms share first.
 
-    A class whose arguments end in ``**shared`` hands these on, so the options of the class that it extends are its too.
+    A class whose arguments end in ``**shared`` passes these on, so it also has the options of its base class.
 
     Example:
         >>> from tra.attention import MECHANISMS

@@ -1,4 +1,4 @@
-"""Where a token stands among those that it may see."""
+"""Positions of tokens, counted among the tokens that they can see."""
 
 import torch
 from torch import Tensor

@@ -1,11 +1,14 @@
 """RoPE: rotary position embedding (Su et al. 2021, arXiv 2104.09864) on PyTorch's SDPA.
 
-For sequences longer than those trained on, ``scaling`` slows the rotation down by a ``factor`` of the length: "linear"
-for all pairs alike (Chen et al. 2023, arXiv 2306.15595), "ntk" by a greater theta, which slows the slowest pair by the
-factor and the fastest not at all (bloc97 2023), and "yarn" for the pairs that turn too seldom within the trained length
-to have been seen whole, with scores made a little larger (Peng et al. 2023, arXiv 2309.00071). As transformers has
-them: "linear" and "yarn" are its kinds of that name; "ntk" is its "dynamic" held at one length, namely with its own
-factor 1 at ``factor`` times the trained length.
+For sequences longer than in training, ``scaling`` slows the rotation down by a ``factor``:
+
+- "linear": all pairs alike (Chen et al. 2023, arXiv 2306.15595).
+- "ntk": by a greater theta, which slows the slowest pair by the factor and the fastest not at all (bloc97 2023).
+- "yarn": only pairs that do not turn fully within the trained length, with slightly larger scores (Peng et al. 2023,
+  arXiv 2309.00071).
+
+"linear" and "yarn" are as in transformers. "ntk" is its "dynamic" (with its own factor 1) fixed at ``factor`` times the
+trained length.
 """
 
 import math
@@ -30,15 +33,15 @@ class RotaryAttention(Attention):
 
     Args:
         theta: the base of the wavelengths.
-        scaling: how the rotation is slowed down for longer sequences than those trained on.
-        factor: by how much; how many times longer they are.
-        trained_length: tokens of the sequences trained on, which "yarn" needs to know.
+        scaling: how the rotation is slowed down for sequences longer than in training.
+        factor: how many times longer they are.
+        trained_length: tokens of the training sequences; "yarn" needs it.
     """
 
     uses_sdpa = True
     takes_static_cache = True
     rotary_parts: ClassVar[int] = 1
-    """Into how many parts a head is divided, each rotated by itself."""
+    """Number of parts of a head that are rotated separately."""
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class RotaryAttention(Attention):
         self.rotation_size = 0.1 * math.log(factor) + 1.0 if scaling == "yarn" else 1.0
 
     def turn(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Cosine and sine that rotate the new tokens, to be asked for before these are remembered."""
+        """Cosine and sine that rotate the new tokens. Call it before they enter the cache."""
         first = context.cached
         if isinstance(first, Tensor):  # which stays on its device
             exact = torch.float32 if first.device.type == "mps" else torch.float64

@@ -9,9 +9,9 @@ from tra.attention.rope import RotaryAttention, rotate
 
 
 class SelectiveAttention(RotaryAttention):
-    """Softmax attention in which a token can declare earlier ones no longer needed, for all tokens after it.
+    """Softmax attention in which a token can mask earlier tokens for all later ones.
 
-    The positive scores of the first head say how much the query's token masks the key. The scores of all heads lose
+    The positive scores of the first head are how much the query's token masks the key. The scores of all heads lose
     the sum of this over the tokens between key and query. No token masks itself or the first of its document.
     Takes the arguments of :class:`~tra.attention.rope.RotaryAttention`.
     """

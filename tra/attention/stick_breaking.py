@@ -10,8 +10,8 @@ from tra.attention.dense import dense_mix, dense_scores, sum_from_right
 class StickBreakingAttention(Attention):
     """Going back from the query, each key takes a share sigmoid(s) of what the keys nearer to it have left.
 
-    A query does not see its own token, and what no key takes is lost, as in the paper's equation: weights need not
-    sum to 1.
+    A query does not see its own token. The share that no key takes is dropped, as in the paper's equation, so weights
+    need not sum to 1.
     """
 
     def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:

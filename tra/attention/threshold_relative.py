@@ -20,12 +20,12 @@ KEEPS_ALL = -1e30
 """A threshold below every score, and finite as the operator wants it."""
 LearnedThreshold = Literal["head", "query"]
 THRESHOLD_RATE = 10.0
-"""What the stored parameter of a learned threshold is multiplied by: an optimiser such as AdamW, whose steps do not
-depend on the size of gradients, then moves the threshold ten times as fast as other parameters."""
+"""Factor from the stored parameter to the learned threshold. The steps of AdamW do not depend on the size of
+gradients, so the threshold moves ten times faster than other parameters."""
 
 
 class OperatorAttention(Attention):
-    """Attention through the operator of this package, whose threshold and gate a subclass decides.
+    """Attention through the operator of this package; a subclass defines threshold and gate.
 
     Takes the arguments of :class:`~tra.attention.base.Attention`, and:
 
@@ -94,7 +94,7 @@ class OperatorAttention(Attention):
         return key, value, norm
 
     def rule(self, context: Context) -> dict[str, Any]:
-        """What the operator is told beside its tensors and the threshold."""
+        """Arguments of the operator beside its tensors and the threshold."""
         return {
             "key_mask": context.key_mask,
             "segment_ids": context.segment_ids,
@@ -109,7 +109,7 @@ class OperatorAttention(Attention):
 
 
 def key_norms(key: Tensor) -> Tensor:
-    """``[B, Hkv, L]``: what the operator finds itself where it is told no bound; 0 where it takes a key for padding."""
+    """``[B, Hkv, L]``: norms as the operator computes them without a bound; 0 for keys that it treats as padding."""
     # In double precision, like the operator; on a GPU that would be a copy of all keys, and the bound has room.
     dtype = torch.float64 if key.device.type == "cpu" else torch.float32
     norm = torch.linalg.vector_norm(key, dim=-1, dtype=dtype).float()
@@ -117,8 +117,8 @@ def key_norms(key: Tensor) -> Tensor:
 
 
 def score_bounds(query: Tensor, norm: Tensor, key_mask: Tensor | None) -> Tensor:
-    """``[B, Hq, 1]``: the bound on a new token's scores that the operator would find by reading every key; what is
-    read of each key is its norm ``[B, Hkv, Lk]``."""
+    """``[B, Hq, 1]``: the bound on a new token's scores that the operator would find by reading every key, computed
+    from the norms of keys ``[B, Hkv, Lk]``."""
     if key_mask is not None:
         norm = norm.masked_fill(~key_mask[:, None], 0.0)
     scale = torch.tensor(1.0 / math.sqrt(query.shape[3]), dtype=torch.float32).item()  # as the kernel holds it
@@ -132,13 +132,13 @@ class ThresholdRelativeAttention(GatedAttention, OperatorAttention):
     Takes the arguments of :class:`~tra.attention.gate.GatedAttention` and :class:`OperatorAttention`, and:
 
     Args:
-        threshold: a key is kept when its score is greater. A number, or what is learned, ours: "head" is one number for
-            each head, "query" is one that each token sets for its own query in each head, by a projection.
-        threshold_start: where a learned threshold starts, for every token. 0 is the published rule; a value below most
-            scores, such as -2, keeps nearly all keys at first.
-        straight_through: an aid to training, ours: the temperature of the sigmoid through which the gradient passes the
-            threshold, so that keys that are left out learn too; 0.5 does well. What is computed stays the same.
-            0 is the published rule, which stops that gradient. A learned threshold needs it.
+        threshold: a key is kept if its score is greater. A number, or learned (ours): "head" learns one number per
+            head, "query" computes one per head and query by a learned projection.
+        threshold_start: where a learned threshold starts. 0 is the published rule; a value below most scores, such as
+            -2, keeps nearly all keys at first.
+        straight_through: temperature of the straight-through gradient at the threshold (ours), from which dropped keys
+            learn too; 0.5 does well. The output does not change. 0 stops that gradient, as published. A learned
+            threshold needs a value greater than 0.
 
     Example:
         >>> attention = ThresholdRelativeAttention(width=64, heads=4)

@@ -1,5 +1,5 @@
-"""Copying, induction and instructed strings, at the paper's scale and at one for two cores; tasks that the paper does
-not have at the latter."""
+"""Copying, induction and instructed strings, at the paper's scale and at one for two cores. Tasks that are not in the
+paper: at the latter only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ OTHERS = {
     "word_problem": ("product",),
     "n_back": ("n_back",),
 }
-"""Those of tasks that neither the paper has nor version 0.1 had."""
+"""The evaluation sets of tasks that are not in the paper."""
 
 LONGER = dict.fromkeys(SETS, (50, 100, 150, 200, 250, 300)) | {"instructed": (50, 100, 200, 300, 400, 500)}
 
@@ -51,14 +51,14 @@ def paper(task: str, attention: str = "tra") -> Recipe:
 
 
 class _Size(NamedTuple):
-    """What a task has at the small scale."""
+    """Sizes of a task at the small scale."""
 
     options: Mapping[str, int]
-    """Of the task."""
+    """Options of the task."""
     length: int = 8
     steps: int = 2500
     times: Sequence[int] = (1, 2, 4, 8)
-    """At how many times the training length it is measured."""
+    """Evaluation lengths, as multiples of the training length."""
     layers: int = 4
     width: int = 256
 
@@ -79,9 +79,9 @@ SMALL = {
     "word_problem": _Size({"alphabet": 2}),
     "n_back": _Size({"alphabet": 32}, steps=1500, layers=2, width=128),
 }
-"""Sizes at which, in trials on a seed that is not reported, several mechanisms learn the task within its length.
-Those with two layers have the small model of flip-flop, which leaves time for more mechanisms. Of mqmtar, sort,
-reverse, majority, word_problem and n_back the sizes are first choices, hardly tried."""
+"""Sizes at which several mechanisms learn the task within its length, in trials on a seed that is not reported. Those
+with two layers use the small model of flip-flop, which leaves time for more mechanisms. The sizes of mqmtar, sort,
+reverse, majority, word_problem and n_back are first choices, hardly tried."""
 
 
 def small(task: str, attention: str = "tra") -> Recipe:

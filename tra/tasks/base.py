@@ -44,7 +44,7 @@ class Batch:
 class Task(ABC):
     """A distribution over sequences of any length, with named variations of it for evaluation.
 
-    A task is made from its options alone, usually as a frozen dataclass whose fields they are.
+    Its options determine a task completely. Usually it is a frozen dataclass and its fields are the options.
     """
 
     name: ClassVar[str]
@@ -53,9 +53,9 @@ class Task(ABC):
     unit: ClassVar[str] = "tokens"
     """What a length counts."""
     measure: ClassVar[type[Result]] = ExactMatch
-    """What says how well a model does."""
+    """The type of its results: exact match, or another measure."""
     separator: ClassVar[str] = ""
-    """Between symbols when a sequence is written out."""
+    """Text between symbols when a sequence is written out."""
 
     @property
     @abstractmethod
@@ -87,7 +87,7 @@ class Task(ABC):
                 yield chunk[first : first + batch]
 
     def evaluation_set(self, evaluation: Evaluation) -> "Task":
-        """What an evaluation is sampled from; a ValueError says what of it the task cannot have."""
+        """The task that an evaluation is sampled from; a ValueError names what does not fit."""
         if evaluation.examples is None or evaluation.examples < 1:
             raise ValueError(f"examples must be at least 1, got {evaluation.examples}")
         if evaluation.stride is not None:
@@ -95,20 +95,20 @@ class Task(ABC):
         return lookup(self.evaluation_sets(), evaluation.name, "evaluation set")
 
     def score(self, evaluation: Evaluation, predictions: Iterable[Prediction]) -> Result:
-        """What predictions of an evaluation's batches are worth."""
+        """The result of predictions on an evaluation's batches."""
         return ExactMatch.of(evaluation, predictions)
 
     def usual_examples(self, evaluations: Sequence[Evaluation], name: str, length: int) -> int | None:
-        """How many sequences to measure when nobody says, given the evaluations of a recipe."""
+        """Default number of sequences to measure, given the evaluations of a recipe."""
         same = (entry.examples for entry in evaluations if (entry.name, entry.length) == (name, length))
         return next(same, USUAL_EXAMPLES)
 
     def rescaled(self, evaluation: Evaluation, factor: Fraction) -> Evaluation:
-        """An evaluation at so many times its length."""
+        """An evaluation with its length multiplied by a factor."""
         return replace(evaluation, length=max(1, round(evaluation.length * factor)))
 
     def check(self, vocabulary: int, length: int, evaluations: Sequence[Evaluation]) -> None:
-        """Refuse, before anything is trained, what the task cannot have: a model's vocabulary, lengths, sets."""
+        """Raise a ValueError, before training, for a vocabulary, length or set that does not fit the task."""
         if vocabulary < self.vocabulary:
             raise ValueError(f"model.vocabulary must be at least {self.vocabulary} for {self.name}, got {vocabulary}")
         self.sample(torch.Generator(), 1, length)
@@ -116,7 +116,7 @@ class Task(ABC):
             self.evaluation_set(entry).sample(torch.Generator(), 1, entry.length)
 
     def prepare(self, vocabulary: int, length: int, evaluations: Sequence[Evaluation]) -> None:
-        """Whatever takes time before the first step; then everything is checked that could not be without it."""
+        """Slow preparation before the first step, then the checks that need it."""
         self.check(vocabulary, length, evaluations)
 
     def tokens_in(self, length: int) -> int:
@@ -124,8 +124,8 @@ class Task(ABC):
         return self.sample(torch.Generator(), 1, length).tokens.shape[1]
 
     def published(self, split: str, folder: Path | None = None) -> Batch:
-        """A split of a copy that the task's authors published, from the hub or a folder; "train" is to train on, the
-        others are named as the evaluation sets."""
+        """A split of a copy that the task's authors published, from the hub or a folder: "train", or the name of an
+        evaluation set."""
         raise ValueError(f"data must be 'fresh' or 'fixed': there is no published copy of {self.name}")
 
     def example(self, length: int, seed: int = 0) -> tuple[Tensor, list[str]]:
@@ -141,7 +141,7 @@ class Task(ABC):
 
 
 class ReadsText(ABC):
-    """What a task on written text can do besides: it has a tokenizer, and reads any text."""
+    """Additional interface of tasks on text: a tokenizer, and reading of any text."""
 
     @property
     @abstractmethod
@@ -153,11 +153,11 @@ class ReadsText(ABC):
 
     @abstractmethod
     def with_tokenizer(self, folder: Path) -> Task:
-        """The same task with the tokenizer in a folder: the text that it was made from may have gone."""
+        """The same task with the tokenizer in a folder, because the text that trained it may be gone."""
 
     @abstractmethod
     def texts(self) -> tuple[str, str]:
-        """What it is trained on and what it is measured on, by name."""
+        """Names of the training text and of the evaluation text."""
 
     def tokenizer_json(self) -> str:
         return self.tokenizer.to_str(pretty=True)

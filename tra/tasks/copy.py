@@ -18,7 +18,7 @@ from tra.tasks.strings import BOS, EOS, SEP, SPECIAL, StringTask, every, join, s
 
 @dataclass(frozen=True)
 class CopyUnique(StringTask):
-    """Every symbol of the string is a different one, so it is enough to find the last symbol written."""
+    """All symbols of the string differ, so it is enough to find the last symbol written."""
 
     name = "copy_unique"
     version = 1
@@ -39,7 +39,7 @@ class CopyUnique(StringTask):
         )
 
     def answer(self, x: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-        """What belongs after a string ``[B, length]``, and which of its symbols exist."""
+        """The answer to strings ``[B, length]``, and which of its symbols exist."""
         return x, present
 
     def sample_string(self, rng: torch.Generator, batch: int, length: int) -> Tensor:

@@ -2,7 +2,7 @@
 
     <bos> 1 0 1 1 <sep> -> 1
 
-Only the answer counts; it is 0 when there are as many. Every symbol matters alike, the opposite of retrieval: attention
+Only the answer counts; it is 0 for equal numbers. Every symbol matters equally, the opposite of retrieval: attention
 that averages all of them solves it at any length (Merrill et al. 2022, arXiv 2106.16213). The layout is that of parity.
 """
 

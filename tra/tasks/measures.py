@@ -1,4 +1,4 @@
-"""What is measured on an evaluation set: each measure knows its name, which way is better, and its own uncertainty."""
+"""Measures on an evaluation set: each knows its name, whether higher is better, and its uncertainty."""
 
 import base64
 import math
@@ -34,10 +34,10 @@ class Evaluation:
 
 
 class Prediction(NamedTuple):
-    """What a model makes of a batch, for each token but the first: ``[B, L - 1]``, on the CPU."""
+    """A model's predictions for a batch, for each token but the first: ``[B, L - 1]``, on the CPU."""
 
     right: Tensor
-    """Whether it is the most probable one."""
+    """Whether it is the most probable token."""
     loss: Tensor
     """Its negative log-probability, 0 where it does not count."""
     counted: Tensor
@@ -185,7 +185,7 @@ class Perplexity(Result):
     """The perplexity of a text per token, word and byte, and the mean loss by position in the window.
 
     Positions are gathered between powers of two: entry k is of those from 2^k (from 0 for the first) up to 2^(k+1).
-    What is too large for a number, as where a text has no words, is infinite.
+    A perplexity too large for a float, for instance per word of a text without words, is infinite.
     """
 
     measure = "perplexity"

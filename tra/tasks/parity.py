@@ -2,8 +2,8 @@
 
     <bos> 1 0 1 1 <sep> -> 1
 
-Only the answer counts. Every symbol matters, so that nothing may be left out; attention, which averages, is known to
-find it hard past the training length (Hahn 2020, arXiv 1906.06755; Chiang and Cholak 2022, arXiv 2202.12172). The
+Only the answer counts. Every symbol matters, so no key may be dropped. Attention averages, and is known to fail at
+parity past the training length (Hahn 2020, arXiv 1906.06755; Chiang and Cholak 2022, arXiv 2202.12172). The
 layout is ours.
 """
 
@@ -52,5 +52,5 @@ class Parity(StringTask):
         )
 
     def answer(self, ones: Tensor, lengths: Tensor) -> Tensor:
-        """0 or 1 ``[B]``, given how many of so many bits are ones."""
+        """0 or 1 ``[B]``, given the number of ones and the number of bits."""
         return ones % 2

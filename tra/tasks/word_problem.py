@@ -3,7 +3,7 @@
     <bos> 21345 23451 23451 <sep> -> 43512
 
 Only the answer counts. ``21345`` is the permutation that takes 1 to 2 and 2 to 1 and leaves the others; the first one
-is applied first. Whoever tracks a state must do this. For S5 and A5 it is complete for NC1, so that no transformer of
+is applied first. State tracking needs this. For S5 and A5 it is complete for NC1, so that no transformer of
 fixed depth is expected to solve it at every length (Merrill et al. 2024, arXiv 2404.08819). As there, strings are made
 of all elements of the group; with an alphabet of 2 they are made of two that generate it (Liu et al. 2023, arXiv
 2210.10749), which is easier to learn. That only the product of the whole string is asked for is ours.
@@ -41,7 +41,7 @@ class WordProblem(StringTask):
     version = 1
 
     alphabet: int = 120
-    """Of how many elements strings are made, the two generators first."""
+    """Number of elements that strings are made of, the two generators first."""
     group: Group = "S5"
 
     def __post_init__(self) -> None:
