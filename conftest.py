@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 if find_spec("triton") is None:
     # Collecting doctests imports every module.
     kernels = "tra/ops/threshold_relative/triton"
-    collect_ignore = [f"{kernels}/{name}" for name in ("kernels", "launch.py", "tuning.py")]
+    collect_ignore = [f"{kernels}/{name}" for name in ("kernels", "launch.py", "pieces.py", "prepare.py", "tuning.py")]
     collect_ignore += [f"tests/ops/threshold_relative/{name}.py" for name in ("sanitizer", "ahead_of_time")]
 
 

@@ -1185,7 +1185,7 @@ def test_rows_stop_where_keys_that_are_left_out_no_longer_matter(tolerance: floa
 
 @pytest.mark.usefixtures("small_tiles")
 def test_segments_that_share_a_slot_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tra.ops.threshold_relative.triton import launch
+    from tra.ops.threshold_relative.triton import prepare
 
     inputs, grad = tuple(x[:1] for x in grouped(50, 16, 16)), torch.randn(1, 4, 50, 16)
     documents = torch.tensor([7, 2**40, 7, -3, 2**40 + 2**33]).repeat_interleave(10)[None]  # one comes twice
@@ -1194,7 +1194,7 @@ def test_segments_that_share_a_slot_change_no_bit(monkeypatch: pytest.MonkeyPatc
     found = gradients(inputs, grad, **options)
     for left, right in zip(found, expected, strict=True):
         assert_close(left, right, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(launch, "slots_for", lambda keys: 1)
+    monkeypatch.setattr(prepare, "slots_for", lambda keys: 1)
     alike = gradients(inputs, grad, **options)
     assert all(torch.equal(left, right) for left, right in zip(alike, found, strict=True))
 

@@ -1,6 +1,7 @@
 """A walk over pieces on a GPU, or interpreted, has the bits of one call, wherever the sequence is cut."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -137,6 +138,33 @@ def test_rows_that_are_done_ask_for_no_more_keys() -> None:
     assert walk.done
     whole = reference.forward(sequence.inputs, sequence.options, False)
     assert_close(walk.result().out, whole.out[:, :, 60:])
+
+
+@pytest.mark.usefixtures("packs")
+def test_every_launch_is_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device."""
+    from tra.ops.threshold_relative.triton import launch
+    from tra.ops.threshold_relative.triton.prepare import Call
+
+    current: list[torch.device] = []
+    seen, launch_kernel = [], Call.launch
+
+    @contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def noted(*given: Any, **named: Any) -> None:
+        seen.append(list(current))
+        launch_kernel(*given, **named)
+
+    monkeypatch.setattr(launch, "guard", guard)
+    monkeypatch.setattr(Call, "launch", noted)
+    sequence = integer_sequence(20)
+    walks(sequence, [9])
+    assert len(seen) > 8
+    assert all(devices == [sequence.inputs.query.device] for devices in seen)
 
 
 def test_dropout_is_refused_by_name() -> None:

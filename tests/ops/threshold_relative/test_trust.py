@@ -74,6 +74,39 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, name: str, kin
     assert re.match(f"{what} is off by ", verdict.failure)
 
 
+@pytest.mark.parametrize("dtype", triton.TYPES, ids=str)
+@pytest.mark.parametrize("kind", ["forward", "decode", "backward", "straight_through", "pieces"])
+def test_a_wrong_number_is_found_in_every_kind_and_dtype(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+) -> None:
+    """The reference passes. It fails with scores 1% too large (10% in bfloat16), one NaN, and a row of zeros."""
+    monkeypatch.undo()  # problems as large as they are in use
+    from tra.ops.threshold_relative.triton import trust
+
+    def computed(inputs: Any, options: Any, grad: Tensor, trains: bool, scale: float = 1.0) -> dict[str, Tensor]:
+        result = reference.forward(inputs, options._replace(scale=scale * options.scale, score_bound=None), trains)
+        gradients = reference.backward(grad, inputs, result, options)._asdict() if trains else {}
+        return {"out": result.out, **{f"grad_{name}": x for name, x in gradients.items() if x is not None}}
+
+    def off(*given: Any) -> dict[str, Tensor]:
+        return computed(*given, scale=1.1 if dtype == torch.bfloat16 else 1.01)
+
+    def spoilt(*given: Any) -> dict[str, Tensor]:
+        found = computed(*given)
+        found["out"][0, 1, -1, 3] = torch.nan
+        return found
+
+    def incomplete(*given: Any) -> dict[str, Tensor]:
+        found = computed(*given)
+        last = list(found)[-1]  # the output, or the gradient of gates
+        found[last][0, 0, found[last][0, 0].abs().argmax() // found[last][0, 0, 0].numel()] = 0.0
+        return found
+
+    assert trust.compare_with_reference(kind, dtype, computed).failure is None
+    for wrong in (off, spoilt, incomplete):
+        assert trust.compare_with_reference(kind, dtype, wrong).failure is not None, wrong.__name__
+
+
 def test_a_kernel_that_reads_what_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from tra.ops.threshold_relative.triton import kernels, trust
 
@@ -224,11 +257,22 @@ def test_the_reference_takes_one_thread_and_the_kernel_those_of_the_caller(monke
 
 def test_where_a_verdict_is_stored_depends_on_the_machine_and_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    import triton as compiler
+
     from tra.ops.threshold_relative.triton import trust
 
+    changes: list[tuple[Any, str, Any]] = [
+        (trust, "_device_name", lambda device: "another"),
+        (trust, "driver", lambda: "another"),
+        (torch, "__version__", "another"),
+        (compiler, "__version__", "another"),
+        (trust, "__version__", "another"),
+        (trust, "_sources", lambda: "another"),
+    ]
     places = {trust._place(CPU)}
-    for name, value in (("driver", lambda: "another"), ("__version__", "another"), ("_sources", lambda: "another")):
+    for owner, name, value in changes:
         with monkeypatch.context() as patch:
-            patch.setattr(trust, name, value)
+            patch.setattr(owner, name, value)
             places.add(trust._place(CPU))
-    assert len(places) == 4
+    assert len(places) == 1 + len(changes)
+    assert {place.parents[1] for place in places} == {Path(compiler.knobs.cache.dir)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tra.ops.threshold_relative.call import Result, refuse_positive_gates
 from tra.ops.threshold_relative.dropout import WORD, mix
-from tra.ops.threshold_relative.triton import RESIDUAL, kernels, launch, tiles
+from tra.ops.threshold_relative.triton import RESIDUAL, kernels, launch, prepare, tiles
 
 if TYPE_CHECKING:
     from tra.ops.threshold_relative.pieces import Piece, Rows
@@ -55,7 +55,7 @@ class ForwardRows:
                 f"got one that ends at {piece.start + len(piece)}"
             )
         with launch.guard(piece.key.device):
-            call, held = prepare(rows, piece)
+            call, held = prepare_piece(rows, piece)
             position = first_place(rows, piece) + torch.arange(call.queries, device=piece.key.device)
             self.part[..., 3] = (position // call.block).clamp(0, triton.cdiv(held, call.block) - 1)
             tile = call.choices("decode")[0]  # with a state and a mask, those of forward spill
@@ -99,7 +99,7 @@ class BackwardRows:
     """The same rows again, for gradients."""
 
     def __init__(self, rows: "Rows", result: Result, grad_out: Tensor) -> None:
-        self.rows, self.saved, self.grad_out = rows, result, launch.side_by_side(grad_out)
+        self.rows, self.saved, self.grad_out = rows, result, prepare.side_by_side(grad_out)
         query = rows.inputs.query
         self.grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         self.grad_gate = query.new_zeros(query.shape[:3], dtype=torch.float32)
@@ -125,7 +125,7 @@ class BackwardRows:
             return grad_key, grad_value
         saved = {"out_ptr": self.saved.out, "residual_ptr": self.saved.residual, "state_ptr": self.saved.row_state}
         with launch.guard(piece.key.device):
-            call, held = prepare(self.rows, piece, do_ptr=self.grad_out, **saved)
+            call, held = prepare_piece(self.rows, piece, do_ptr=self.grad_out, **saved)
             blocks, places = triton.cdiv(held, call.block), triton.cdiv(call.rows, launch.MOST_ROWS) * launch.MOST_ROWS
             numbers = 8 if call.common["LEARNS"] else 4
             together = max(1, launch.SCRATCH // (numbers * call.units * places))
@@ -135,7 +135,7 @@ class BackwardRows:
         return grad_key, grad_value
 
     def _visit(
-        self, call: launch.Call, piece: "Piece", begin: int, end: int, grad_key: Tensor, grad_value: Tensor
+        self, call: prepare.Call, piece: "Piece", begin: int, end: int, grad_key: Tensor, grad_value: Tensor
     ) -> None:
         """Some keys of the piece: as many as scratch memory holds counts for."""
         rows, device = self.rows, piece.key.device
@@ -184,19 +184,19 @@ class BackwardRows:
             call.launch(kernels.piece_key, (blocks, call.units), key_tile, **given, CAREFUL=careful)
 
 
-def prepare(rows: "Rows", piece: "Piece", **backward: Any) -> tuple[launch.Call, int]:
+def prepare_piece(rows: "Rows", piece: "Piece", **backward: Any) -> tuple[prepare.Call, int]:
     """A call of the kernels with the keys of the piece that any row may see, and how many these are."""
     held = min(len(piece), rows.start + rows.inputs.query.shape[2] - piece.start)
     if held < len(piece):
         piece = piece.cut(0, held)
     inputs = rows.inputs._replace(key=piece.key, value=piece.value, key_mask=None, segment_ids=None)
-    call = launch.prepare(inputs, rows.options, look_at_values=True, **backward)
+    call = prepare.prepare(inputs, rows.options, look_at_values=True, **backward)
     return at(call, rows, piece), held
 
 
-def at(call: launch.Call, rows: "Rows", piece: "Piece") -> launch.Call:
+def at(call: prepare.Call, rows: "Rows", piece: "Piece") -> prepare.Call:
     """The same call with places that are counted from the piece's first key, up to the last row."""
-    key, value, held = launch.side_by_side(piece.key), launch.side_by_side(piece.value), len(piece)
+    key, value, held = prepare.side_by_side(piece.key), prepare.side_by_side(piece.value), len(piece)
     keys = first_place(rows, piece) + call.queries
     batch, device = key.shape[0], key.device
     mask = torch.ones(batch, keys, dtype=torch.uint8, device=device)
@@ -214,7 +214,7 @@ def at(call: launch.Call, rows: "Rows", piece: "Piece") -> launch.Call:
         segments[:, :held] = piece.segment_ids
         last = min(call.queries, keys)
         segments[:, keys - last :] = rows.segments[:, call.queries - last :]
-        slots = launch.slots_for(call.queries)
+        slots = prepare.slots_for(call.queries)
         slot = 1 + (mix(rows.segments.long() & WORD) & (slots - 1))
         begins = (rows.starts - piece.start).clamp(min=-1)
         none = torch.full((batch, slots), keys, dtype=torch.int32, device=device)
@@ -223,14 +223,14 @@ def at(call: launch.Call, rows: "Rows", piece: "Piece") -> launch.Call:
         **call.common,
         "k_ptr": key,
         "v_ptr": value,
-        **launch.strides("k", key),
-        **launch.strides("v", value),
+        **prepare.strides("k", key),
+        **prepare.strides("v", value),
         "keys": keys,
         "mask_ptr": mask,
         "segment_ptr": segments,
         "first_ptr": first,
         "slots": slots,
-        "decay_left_out": launch.decay_left_out(rows.options, rows.length),
+        "decay_left_out": prepare.decay_left_out(rows.options, rows.length),
         "HAS_MASK": True,
         "HAS_SEGMENTS": segments is not None,
     }
