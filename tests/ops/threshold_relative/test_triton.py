@@ -1150,11 +1150,23 @@ def test_forward_has_the_same_bits_with_gradients_through_the_threshold() -> Non
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_pass_the_threshold_in_half_precision(dtype: torch.dtype) -> None:
-    """Values of mean 1: from a rounded output the gradients of a row's logits would not sum to 0."""
     query, key, value, gate = (x[:1] for x in grouped(50, 16, 24, dtype))
     inputs, grad = (query, key, value + 1, gate / 30), (torch.randn(1, 4, 50, 24) + 1).to(dtype)
     allowed = 2 * torch.finfo(dtype).eps
     assert_learns_as_the_reference(inputs, grad, row_thresholds(1, 4, 50), allowed, scale=1.0)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_made_of_the_output_before_it_is_rounded(dtype: torch.dtype) -> None:
+    """Kept keys weigh the same, so weights are exact and the output alone is rounded. Its values are 64 times as large
+    as their differences, of which gradients are made."""
+    key = (torch.randint(2, (1, 1, 40, 1)) - 0.5).expand(1, 1, 40, 16) / 2
+    inputs = torch.full((1, 1, 40, 16), 0.25), key, torch.randn(1, 1, 40, 16) + 64, torch.zeros(1, 1, 40)
+    halves, grad = (*(x.to(dtype) for x in inputs[:3]), inputs[3]), torch.ones(1, 1, 40, 16, dtype=dtype)
+    exact = learned(tuple(x.double() for x in halves), grad.double(), None, "reference", scale=1.0)
+    for ours, right in zip(learned(halves, grad, None, "triton", scale=1.0)[1:], exact[1:], strict=True):
+        assert (ours.double() - right).norm() < torch.finfo(dtype).eps * right.norm()
 
 
 def test_gradients_of_packed_rows_pass_the_threshold(packed: list[int]) -> None:
