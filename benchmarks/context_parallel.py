@@ -6,8 +6,8 @@
 
 Ring attention sends every key and value P - 1 times. Here a process asks for keys as long as one of its rows needs
 them. Time is that of the processor: on a machine with fewer cores than processes, and through its own memory, no
-other can be shown. Gates are language-like, -g = exp(Normal(ln 0.7, 1.1)), and half of the keys are kept; or they are a trained
-model's own, on the text that it is measured on (TRA_DATA names a folder that holds it).
+other can be shown. Gates are language-like, -g = exp(Normal(ln 0.7, 1.1)), and half of the keys are kept; or they are
+a trained model's own, on the text that it is measured on (TRA_DATA names a folder that holds it).
 """
 
 import argparse
@@ -93,7 +93,9 @@ def peak_megabytes() -> float:
 
 
 def measure(lengths: list[int], processes: list[int], backward: bool, run: str) -> None:
-    print("tokens     processes  sent MB  ring MB  share   hops  added MB a process  CPU time: all  slowest, against one")
+    print(
+        "tokens     processes  sent MB  ring MB  share   hops  added MB a process  CPU time: all  slowest, against one"
+    )
     for length in lengths:
         alone = None
         for count in processes:
