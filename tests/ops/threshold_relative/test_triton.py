@@ -1091,6 +1091,27 @@ def test_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(far, near)
 
 
+@interpreted
+def test_keys_far_apart_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of the prologue has 256 narrow keys, whose strides it multiplies in 32 bits; wider ones are copied."""
+    from triton.runtime import interpreter
+
+    from tests.ops.threshold_relative.sanitizer import watched
+    from tra.ops.threshold_relative.triton import launch, prepare
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # it would copy all
+    query, key, value, gate = integer_inputs(1, 1, 257, 4)
+    for stride in (prepare.WIDEST_STRIDE - 1, prepare.WIDEST_STRIDE):
+        memory = torch.empty(256 * stride + 4, dtype=torch.float16)  # of which most is never touched
+        apart = memory.as_strided((1, 1, 257, 4), (1, 1, stride, 1)).copy_(key)
+        inputs = Inputs(query[:, :, -1:].half(), apart, value.half(), gate[:, :, -1:], *[None] * 5)
+        with watched():
+            out = launch.forward(inputs, Options(1.0, 0.0, 0.0, 0.0, 1e-3, None), training=False).out
+        near = inputs._replace(key=apart.contiguous())
+        assert torch.equal(out, launch.forward(near, Options(1.0, 0.0, 0.0, 0.0, 1e-3, None), training=False).out)
+
+
 STRAIGHT_THROUGH: dict[str, dict[str, Any]] = {
     "one threshold": {"threshold": -0.2},
     "one threshold, every key, masks": {"tolerance": 0.0, "key_mask": MASK[:1, :50], "segment_ids": SEGMENTS[:1, :50]},

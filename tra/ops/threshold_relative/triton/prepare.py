@@ -14,8 +14,8 @@ from tra.ops.threshold_relative.triton import kernels, tiles
 
 LOOKED_AT = 4096
 """Numbers that a program of the prologue takes, in double precision: more would not fit into registers."""
-WIDEST_STRIDE = 2**25
-"""Between two keys: kernels multiply it by the keys of a block in 32 bits."""
+WIDEST_STRIDE = 2**31 // (LOOKED_AT // tiles.padded(1))
+"""Between two keys: kernels multiply it in 32 bits by the keys of a block, of which the prologue has the most."""
 
 
 class Call(NamedTuple):
