@@ -26,9 +26,10 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(tiles, "choices", lambda *_: (Tile(16, 4),))
     monkeypatch.setattr(tiles, "keys_per_block", lambda *_: 16)
-    for name, number in (("NEAR_KEYS", 16), ("PART_KEYS", 32)):
+    for name, number in (("NEAR_KEYS", 16), ("PART_KEYS", 32), ("FIRST_ROUND", 1), ("MOST_ROWS", 16)):
         monkeypatch.setattr(launch, name, number)
-    for name, number in (("LENGTH", 40), ("CUT", 16), ("CACHED", 90), ("ROOM", 30), ("WIDTH", 16)):
+    sizes = {"LENGTH": 40, "PACKED_LENGTH": 50, "CUT": 16, "CACHED": 90, "ROOM": 30, "WIDTH": 16}
+    for name, number in sizes.items():
         monkeypatch.setattr(trust, name, number)
     monkeypatch.setattr(trust, "_verdicts", {})
     monkeypatch.setattr(trust, "_place", lambda device: tmp_path / "cache" / "verdicts.json")
@@ -44,7 +45,7 @@ class Wrong:
         return lambda **given: self.kernel[grid](**given | {"scale": given["scale"] * 1.01})
 
 
-@pytest.mark.parametrize("kind", ["forward", "decode", "backward", "straight_through", "pieces"])
+@pytest.mark.parametrize("kind", ["forward", "decode", "backward", "straight_through", "packed", "pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_right_kernels_pass(kind: str, dtype: torch.dtype) -> None:
     from tra.ops.threshold_relative.triton import trust
@@ -75,7 +76,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, name: str, kin
 
 
 @pytest.mark.parametrize("dtype", triton.TYPES, ids=str)
-@pytest.mark.parametrize("kind", ["forward", "decode", "backward", "straight_through", "pieces"])
+@pytest.mark.parametrize("kind", ["forward", "decode", "backward", "straight_through", "packed", "pieces"])
 def test_a_wrong_number_is_found_in_every_kind_and_dtype(
     monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
 ) -> None:
@@ -120,6 +121,35 @@ def test_a_kernel_that_reads_what_is_not_there_is_found(monkeypatch: pytest.Monk
     verdict = trust.examine(CPU, torch.float32, "decode")
     assert verdict.failure is not None
     assert verdict.failure.startswith("out_with_lengths is off by ")
+
+
+def test_a_kernel_that_is_wrong_only_where_packed_rows_go_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import kernels, trust
+
+    class WrongLater(Wrong):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            wrong = super().__getitem__(grid)
+            return lambda **given: (wrong if given["RESUMES"] else self.kernel[grid])(**given)
+
+    monkeypatch.setattr(kernels, "forward", WrongLater(kernels.forward))
+    assert trust.examine(CPU, torch.float32, "forward").failure is None
+    verdict = trust.examine(CPU, torch.float32, "packed")
+    assert verdict.failure is not None
+    assert verdict.failure.startswith("out is off by ")
+
+
+def test_packed_rows_are_asked_about_where_rows_are_packed(checked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tra.ops.threshold_relative.triton import launch, trust
+
+    monkeypatch.setattr(trust, "examine", lambda device, dtype, kind: trust.Verdict(kind, str(dtype), 0.0, 0.0, None))
+    monkeypatch.setattr(launch, "PACKED_FROM", 5)
+    inputs = few()
+    threshold_relative_attention(*(x[:, :, :4] for x in inputs))
+    assert {kind for *_, kind in trust._verdicts} == {"forward"}
+    threshold_relative_attention(*inputs, tolerance=0.0)
+    assert {kind for *_, kind in trust._verdicts} == {"forward"}
+    threshold_relative_attention(*inputs)
+    assert {kind for *_, kind in trust._verdicts} == {"forward", "packed"}
 
 
 def test_plain_pytorch_has_the_gradients_of_the_reference() -> None:

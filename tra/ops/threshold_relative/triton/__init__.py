@@ -91,6 +91,8 @@ def _distrust(inputs: Inputs, options: Options, training: bool) -> str | None:
     from tra.ops.threshold_relative.triton import launch, trust
 
     kinds = ["decode" if launch.decodes(inputs) else "forward"]
+    if launch.packs(inputs, options):
+        kinds.append("packed")
     if training:
         kinds.append("straight_through" if options.straight_through > 0.0 else "backward")
     return trust.distrust(device, dtype, tuple(kinds))

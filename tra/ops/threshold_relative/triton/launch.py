@@ -39,7 +39,8 @@ def guard(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def forward(inputs: Inputs, options: Options, training: bool) -> Result:
+def forward(inputs: Inputs, options: Options, training: bool, packed_from: int | None = None) -> Result:
+    """With rows packed from another length on if one is given, which changes no bit of it."""
     query, value = inputs.query, inputs.value
     rows = query.shape[:3]
     out = query.new_empty(*rows, value.shape[3])
@@ -53,7 +54,7 @@ def forward(inputs: Inputs, options: Options, training: bool) -> Result:
         few = decodes(inputs)
         call = prepare(inputs, options, look_at_values=not few)
         results = {"out_ptr": out, "residual_ptr": residual, "state_ptr": state}
-        kind, rounds = "decode" if few else "forward", rounds_of(call.rows, call.keys, options)
+        kind, rounds = "decode" if few else "forward", rounds_of(call.rows, call.keys, options, packed_from)
         walk = partial(_decode, call, results) if few else partial(_walk, call, results, rounds)
         tuning.run_fastest(call.kind(kind), call.choices(kind), walk)
     return Result(out, state, residual)
@@ -157,10 +158,16 @@ def _decode(call: Call, results: dict[str, Any], tile: tiles.Tile) -> None:
         )
 
 
-def rounds_of(rows: int, keys: int, options: Options) -> list[int]:
+def packs(inputs: Inputs, options: Options) -> bool:
+    """Whether rows are packed between rounds."""
+    query, key = inputs.query, inputs.key
+    return len(rounds_of(query.shape[1] // key.shape[1] * query.shape[2], key.shape[2], options)) > 1
+
+
+def rounds_of(rows: int, keys: int, options: Options, packed_from: int | None = None) -> list[int]:
     """How many keys each round of forward walks; one that walks them all where rows are not packed."""
     rounds = []
-    if options.tolerance > 0.0 and min(rows, keys) >= PACKED_FROM:
+    if options.tolerance > 0.0 and min(rows, keys) >= (PACKED_FROM if packed_from is None else packed_from):
         rounds = [FIRST_ROUND]
         while rounds[-1] * GROWTH < keys // 2:
             rounds.append(rounds[-1] * GROWTH)
@@ -230,8 +237,15 @@ def plan_backward(units: int, places: int, keys: int, block: int, learns: bool) 
     return BackwardPlan(stretch, stretches, rows, together, pieces)
 
 
-def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options, wants_keys: bool = True) -> Gradients:
-    """Without those of keys and values, which are then None, if nobody wants them."""
+def backward(
+    grad_out: Tensor,
+    inputs: Inputs,
+    result: Result,
+    options: Options,
+    wants_keys: bool = True,
+    packed_from: int | None = None,
+) -> Gradients:
+    """Without those of keys and values, which are then None, if nobody wants them. Rows are packed as in forward."""
     query, key = inputs.query, inputs.key
     out, state, residual = result
     likes = (*inputs[:4], inputs.row_threshold if options.straight_through > 0.0 else None)
@@ -242,7 +256,7 @@ def backward(grad_out: Tensor, inputs: Inputs, result: Result, options: Options,
         given = {"do_ptr": grad_out, "out_ptr": out, "residual_ptr": residual, "state_ptr": state}
         call = prepare(inputs, options, look_at_values=True, **given)
         order = None
-        rounds = len(rounds_of(call.rows, call.keys, options))
+        rounds = len(rounds_of(call.rows, call.keys, options, packed_from))
         if rounds > 1:
             order = pack(call, rounds_needed(state, call), tuple(range(rounds)), MOST_ROWS)
         walk = partial(_walk_again, call, order, wants_keys)

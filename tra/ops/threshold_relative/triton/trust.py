@@ -26,12 +26,14 @@ from tra.version import __version__
 
 KINDS = ("forward", "decode", "backward", "straight_through")
 """Of one call."""
-ALL_KINDS = (*KINDS, "pieces")
-"""With a walk over keys that come one piece after the other, forward and backward."""
-TRAINING = ("backward", "straight_through", "pieces")
+ALL_KINDS = (*KINDS, "packed", "pieces")
+"""With rows that are packed in rounds, and keys that come one piece after the other: forward and backward of each."""
+TRAINING = ("backward", "straight_through", "packed", "pieces")
 REPORT = "please report it with the output of `tra doctor`"
 LENGTH, CACHED, WIDTH = 150, 2300, 64
 """Of the sequence that forward and backward compute, and of the cache that decoding reads: beyond its second round."""
+PACKED_LENGTH = 400
+"""Of the sequence whose rows are packed: some end in the first of its two rounds, and some go on."""
 CUT = 64
 """Keys of a piece but for the nearest, a multiple of every block's."""
 ROOM = 700
@@ -77,7 +79,9 @@ def distrust(device: torch.device, dtype: torch.dtype, kinds: tuple[str, ...]) -
 
 def examine(device: torch.device, dtype: torch.dtype, kind: str) -> Verdict:
     """Let a kernel compute its problem and compare."""
-    return compare_with_reference(kind, dtype, partial(_in_pieces if kind == "pieces" else _kernels, device))
+    if kind == "pieces":
+        return compare_with_reference(kind, dtype, partial(_in_pieces, device))
+    return compare_with_reference(kind, dtype, partial(_kernels, device, packed_from=0 if kind == "packed" else None))
 
 
 Compute = Callable[[Inputs, Options, Tensor, bool], dict[str, Tensor]]
@@ -126,7 +130,8 @@ def _one_thread() -> Iterator[None]:
 def problem(kind: str, dtype: torch.dtype) -> tuple[Inputs, Options, Tensor]:
     """On the CPU. Rows of which some stop early and some keep nothing, padding, and two query heads for a key head."""
     numbers = torch.Generator().manual_seed(20)
-    queries, keys = (2, CACHED) if kind == "decode" else (LENGTH, LENGTH)
+    keys = {"decode": CACHED, "packed": PACKED_LENGTH}.get(kind, LENGTH)
+    queries = 2 if kind == "decode" else keys
 
     def integers(*shape: int) -> Tensor:
         return torch.randint(-1, 2, shape, generator=numbers).to(dtype)
@@ -146,17 +151,19 @@ def problem(kind: str, dtype: torch.dtype) -> tuple[Inputs, Options, Tensor]:
     return Inputs(query, key, value, gate, mask, *[None] * 5), options, grad
 
 
-def _kernels(device: torch.device, inputs: Inputs, options: Options, grad: Tensor, trains: bool) -> dict[str, Tensor]:
+def _kernels(
+    device: torch.device, inputs: Inputs, options: Options, grad: Tensor, trains: bool, packed_from: int | None = None
+) -> dict[str, Tensor]:
     from tra.ops.threshold_relative.triton import launch
 
     moved: Any = (None if x is None else x.to(device) for x in inputs)
     there = Inputs(*moved)
-    result = launch.forward(there, options, trains)
+    result = launch.forward(there, options, trains, packed_from)
     found = {"out": result.out}
     if launch.decodes(there):
         found["out_with_lengths"] = launch.forward(_with_room(there), options, trains).out
     if trains:
-        gradients = launch.backward(grad.to(device), there, result, options)
+        gradients = launch.backward(grad.to(device), there, result, options, packed_from=packed_from)
         found |= {f"grad_{name}": x for name, x in gradients._asdict().items() if x is not None}
     return {name: x.cpu() for name, x in found.items()}
 
