@@ -1054,8 +1054,8 @@ def test_decoding_reads_in_growing_rounds(monkeypatch: pytest.MonkeyPatch, gate:
 
 @interpreted
 def test_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2**15 key heads with 2**15 queries each are 2**30 rows. Only the first and last tile of the first and last head
-    are walked, and memory that nobody touches costs nothing."""
+    """40,000 key heads with 2**15 queries each are more than 2**30 rows, of two numbers each. Only the first and last
+    tile of the first and last head are walked, and memory that nobody touches costs nothing."""
     from triton.runtime import interpreter
 
     from tra.ops.threshold_relative.triton import launch
@@ -1073,7 +1073,7 @@ def test_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(1.0, 0.0, 0.0, 0.0, 1e-3, 4.0)
 
     def compute(heads: int, length: int) -> list[Tensor]:
-        query, key, value, grad = (torch.empty(1, heads, length, 1, dtype=torch.float16) for _ in range(4))
+        query, key, value, grad = (torch.empty(1, heads, length, 2, dtype=torch.float16) for _ in range(4))
         gate = torch.empty(1, heads, length)
         numbers = torch.Generator().manual_seed(0)
         for tensor in (query, key, value, grad, gate):
@@ -1087,7 +1087,7 @@ def test_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         found = (result.out, result.row_state, gradients.query, gradients.log_gate)
         return [x[0, -1, -16:].clone() for x in found]
 
-    for far, near in zip(compute(2**15, 2**15), compute(1, 64), strict=True):
+    for far, near in zip(compute(40_000, 2**15), compute(1, 64), strict=True):
         assert torch.equal(far, near)
 
 
