@@ -70,12 +70,28 @@ def sharded_attention(
 
 def gather_keys(shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of all processes in each of them, for what is written behind these tokens; without gradients."""
-    both, most = torch.cat([key, value], -1).detach(), max(layout.lengths)
-    padded = torch.nn.functional.pad(both, (0, 0, 0, most - both.shape[2]))
-    parts = zip(shards.exchange(padded), layout.lengths, strict=True)
-    shards.traffic.bytes += padded.nbytes * (shards.size - 1)
-    whole = torch.cat([part[:, :, :count] for part, count in parts], 2)
-    return whole[..., : key.shape[3]], whole[..., key.shape[3] :]
+    key, value = gather_all(shards, layout, key, value)
+    return key, value
+
+
+def gather_all(shards: ContextParallel, layout: Layout, *tensors: Tensor) -> list[Tensor]:
+    """``[B, H, L, ...]``: the tensors ``[B, H, n, ...]`` of all processes in each of them, without gradients."""
+    whole = []
+    for own in tensors:
+        missing = max(layout.lengths) - own.shape[2]
+        padded = torch.nn.functional.pad(own.detach(), [0, 0] * (own.dim() - 3) + [0, missing]).contiguous()
+        parts = zip(shards.exchange(padded), layout.lengths, strict=True)
+        shards.traffic.bytes += padded.nbytes * (shards.size - 1)
+        whole.append(torch.cat([part[:, :, :count] for part, count in parts], 2))
+    return whole
+
+
+def gather_before(shards: ContextParallel, layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """``[B, H, end, ...]``: the tensors ``[B, H, n, ...]`` of this process behind those of all processes before it.
+
+    Gradients go home. Every process of the group calls this.
+    """
+    return _Gathered.apply(shards, layout, *tensors)
 
 
 def _row_bounds(shards: ContextParallel, layout: Layout, query: Tensor, key: Tensor, scale: float) -> Tensor:
@@ -244,7 +260,7 @@ def _over_all_keys(
 ) -> Tensor:
     """Where scores are not bounded well enough to go on from a state: every process gets all keys before its own."""
     end = layout.span(layout.rank)[1]
-    key, value = _Gathered.apply(shards, layout, key, value)
+    key, value = gather_before(shards, layout, key, value)
     key_mask, segment_ids = (None if mask is None else mask[:, :end] for mask in (layout.key_mask, layout.segments))
     return threshold_relative_attention(
         query, key, value, log_gate, key_mask=key_mask, segment_ids=segment_ids, **options
@@ -253,26 +269,30 @@ def _over_all_keys(
 
 class _Gathered(Function):
     @staticmethod
-    def forward(ctx: Any, shards: ContextParallel, layout: Layout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.call, ctx.width = (shards, layout), key.shape[3]
-        both = torch.cat([key, value], -1)
-        parts = [both.new_empty(*both.shape[:2], count, both.shape[3]) for count in layout.lengths[: layout.rank]]
-        pending = [shards.send(both, peer) for peer in range(layout.rank + 1, shards.size)]
-        pending += [shards.receive(part, peer) for peer, part in enumerate(parts)]
+    def forward(ctx: Any, shards: ContextParallel, layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = shards, layout
+        parts = [
+            [own.new_empty(*own.shape[:2], count, *own.shape[3:]) for own in tensors]
+            for count in layout.lengths[: layout.rank]
+        ]
+        pending = [shards.send(own, peer) for peer in range(layout.rank + 1, shards.size) for own in tensors]
+        pending += [shards.receive(part, peer) for peer, theirs in enumerate(parts) for part in theirs]
         shards.wait(*pending)
-        whole = torch.cat([*parts, both], 2)
-        return whole[..., : ctx.width].contiguous(), whole[..., ctx.width :].contiguous()
+        return tuple(torch.cat(each, 2) for each in zip(*parts, tensors, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         shards, layout = ctx.call
-        both = torch.cat([grad_key, grad_value], -1)
         begin, end = layout.span(layout.rank)
-        mine = both[:, :, begin:end].clone()
-        home = {peer: torch.empty_like(mine) for peer in range(layout.rank + 1, shards.size)}
-        pending = [shards.send(both[:, :, slice(*layout.span(peer))], peer) for peer in range(layout.rank)]
-        pending += [shards.receive(buffer, peer) for peer, buffer in home.items()]
+        mine = [gradient[:, :, begin:end].clone() for gradient in gradients]
+        home = [(own, torch.empty_like(own), peer) for peer in range(layout.rank + 1, shards.size) for own in mine]
+        pending = [
+            shards.send(gradient[:, :, slice(*layout.span(peer))], peer)
+            for peer in range(layout.rank)
+            for gradient in gradients
+        ]
+        pending += [shards.receive(buffer, peer) for _, buffer, peer in home]
         shards.wait(*pending)
-        for buffer in home.values():
-            mine += buffer
-        return None, None, mine[..., : ctx.width], mine[..., ctx.width :]
+        for own, buffer, _ in home:
+            own += buffer
+        return None, None, *mine
