@@ -31,6 +31,7 @@ class ThreadsOfOneProcess(ContextParallel):
         return peer, None
 
     def receive(self, tensor: Tensor, peer: int) -> tuple[int, Any]:
+        assert tensor.is_contiguous()  # or gloo refuses it
         return peer, (self._box(peer, self.rank), tensor)
 
     def wait(self, *pending: tuple[int, Any]) -> None:

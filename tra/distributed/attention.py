@@ -284,7 +284,7 @@ class _Gathered(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         shards, layout = ctx.call
         begin, end = layout.span(layout.rank)
-        mine = [gradient[:, :, begin:end].clone() for gradient in gradients]
+        mine = [gradient[:, :, begin:end].clone(memory_format=torch.contiguous_format) for gradient in gradients]
         home = [(own, torch.empty_like(own), peer) for peer in range(layout.rank + 1, shards.size) for own in mine]
         pending = [
             shards.send(gradient[:, :, slice(*layout.span(peer))], peer)
