@@ -205,6 +205,19 @@ def test_a_text_ends_before_what_stops_it(complete: Any) -> None:
     assert pieces[-1].finish_reason == "stop"
 
 
+def test_a_stop_that_is_long_does_not_hold_up_others(serve: Any) -> None:
+    """With each token of a text the loop that serves all clients compares it with what ends the text."""
+
+    class ThreeLetters:
+        def add(self, token: int) -> str:
+            return "abc"
+
+    choice, began = serve.Choice(0, None, ThreeLetters(), ["abd" * 300_000, "bca"]), time.process_time()
+    assert [choice.add(0) for _ in range(2)] == ["a", ""]
+    assert (choice.held, choice.finish) == ("", "stop")
+    assert time.process_time() - began < 1.0  # with every beginning of the stop it takes minutes
+
+
 def test_a_prompt_goes_on_from_a_saved_cache(complete: Any, folder: Path, prefix: tuple[Path, str]) -> None:
     answer = complete(f"{prefix[1]}In 1847 the", temperature=0)
     details = answer.usage.prompt_tokens_details

@@ -156,7 +156,12 @@ class Choice:
 
     def _open(self) -> int:
         """How many of the last characters may begin what ends the text."""
-        sizes = (size for stop in self.stops for size in range(1, len(stop)) if self.held.endswith(stop[:size]))
+        sizes = (
+            size
+            for stop in self.stops
+            for size in range(1, min(len(stop), len(self.held) + 1))  # not longer than the text: a stop may be long
+            if self.held.endswith(stop[:size])
+        )
         return max(sizes, default=0)
 
 
