@@ -1,7 +1,5 @@
 """What a process does while it waits for a neighbour, and how long it waits for one that never answers."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.distributed.processes import run
@@ -34,8 +32,8 @@ def slow_visit(walk, piece):
     visit(walk, piece)
 
 Walk.visit = slow_visit
-query = torch.randn(1, 2, 64, 8)
-sharded_attention(shards, shards.layout(query[:, 0]), query, query, query, -torch.full((1, 2, 64), 0.01), score_bound=30.0)
+query, gate = torch.randn(1, 2, 64, 8), -torch.full((1, 2, 64), 0.01)
+sharded_attention(shards, shards.layout(query[:, 0]), query, query, query, gate, score_bound=30.0)
 print("the keys of the neighbour came during the walk over its own" if rank == 1 and before else "")
 
 alone = ContextParallel(dist.new_group([0, 1]), timeout=2)
