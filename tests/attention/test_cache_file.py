@@ -112,6 +112,34 @@ def test_where_a_cache_cannot_be_written_the_one_before_stays(
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_folder_is_never_replaced_by_a_cache(model: Decoder, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text("{}")
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
+    with pytest.raises(RunError, match=r"could not write the cache .*run: something that is no file has this name"):
+        model.save_cache(tmp_path / "run", cache)
+    assert (tmp_path / "run" / "recipe.json").read_text() == "{}"
+
+
+def test_layers_that_do_not_fit_together_are_refused(model: Decoder, tmp_path: Path) -> None:
+    path, cache, other = tmp_path / "cache.safetensors", model.new_cache(), model.new_cache()
+    with torch.no_grad():
+        model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
+        model(torch.zeros(1, 3, dtype=torch.long), cache=other)
+    with pytest.raises(ValueError, match=r"as many tokens in every layer to be saved, got \[5, 3\]"):
+        model.save_cache(path, [cache[0], other[1]])
+    model.save_cache(path, cache)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"cache must have the 2 layers that .* holds, got {count}"):
+            model.load_cache(path, [Cache() for _ in range(count)])
+    for full in ([StaticCache(8), StaticCache(4)], [FarCache(near=1), StaticCache(4)]):
+        with pytest.raises(ValueError, match="its capacity is 4"):
+            model.load_cache(path, full)
+        assert [len(layer) for layer in full] == [0, 0]
+
+
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the place of a file cannot be taken here")
 def test_a_full_disk_is_an_error_before_anything_is_written_to_it(
     model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

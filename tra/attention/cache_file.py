@@ -108,8 +108,13 @@ def save_cache(
     """
     from safetensors import SafetensorError
 
-    if not caches or not len(caches[0]):
+    path, lengths = Path(path), [len(cache) for cache in caches]
+    if not any(lengths):
         raise ValueError("cache must hold at least one token to be saved")
+    if len(set(lengths)) > 1:
+        raise ValueError(f"cache must hold as many tokens in every layer to be saved, got {lengths}")
+    if path.exists() and not path.is_file():  # a folder would be replaced with all that it holds
+        raise RunError(f"could not write the cache {path}: something that is no file has this name")
     tensors = {
         f"{layer}.{place}": tensor.detach().narrow(2, 0, len(cache)).contiguous()  # a StaticCache gives all its room
         for layer, cache in enumerate(caches)
@@ -123,7 +128,7 @@ def save_cache(
     known_by = json.dumps(about, sort_keys=True)
     metadata = {"format": FORMAT, "about": known_by, "checksum": _checksum(known_by, tensors)}
     try:
-        with written_aside(Path(path)) as aside:
+        with written_aside(path) as aside:
             write_tensors(aside, tensors, metadata)
     except (OSError, SafetensorError) as error:
         raise RunError(f"could not write the cache {path}: {error}") from error
@@ -162,10 +167,18 @@ def load_cache(
         if stored.get(name) != about.get(name):
             raise RunError(f"{path} is the cache of another {name}: {stored.get(name)}, not {about.get(name)}")
     tokens = tensors.pop("tokens", None)
-    with torch.no_grad():
-        for layer, cache in enumerate(caches):
-            names = sorted(name for name in tensors if name.startswith(f"{layer}."))
-            cache.extend(*(tensors[name].to(device) for name in names))
+    layers = len({name.partition(".")[0] for name in tensors})
+    if layers != len(caches):
+        raise ValueError(f"cache must have the {layers} layers that {path} holds, got {len(caches)}")
+    try:
+        with torch.no_grad():
+            for layer, cache in enumerate(caches):
+                names = sorted(name for name in tensors if name.startswith(f"{layer}."))
+                cache.extend(*(tensors[name].to(device) for name in names))
+    except Exception:  # no room in one of them, on the disk or by its capacity
+        for cache in caches:
+            cache.crop(0)
+        raise
     return tokens
 
 

@@ -80,6 +80,8 @@ class FarCache(Cache):
         self.far.select(rows)
 
     def crop(self, length: int) -> None:
+        if length == 0:
+            self.far.crop(0)
         if length < len(self.far):
             raise ValueError(f"length must be at least the {len(self.far)} tokens that were moved away, got {length}")
         super().crop(length - len(self.far))
