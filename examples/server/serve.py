@@ -62,6 +62,8 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    include_obfuscation: bool = False
+    """Pieces are as they are, whatever it says."""
 
 
 class Completion(BaseModel):
