@@ -100,6 +100,18 @@ def test_a_saved_folder_is_the_same_model_again(family: str, tmp_path: Path) -> 
     assert torch.equal(copy.deepcopy(again)(tokens).logits, again(tokens).logits)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_copy_is_independent_and_can_be_unadopted(family: str) -> None:
+    original, tokens = build_family(family), tokens_of()
+    model = adopt(original, gate_bias=1.0, drop_positions=True, copy=True)
+    expected = model(tokens).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(tokens).logits, expected)
+        assert torch.equal(unadopt(other)(tokens).logits, original(tokens).logits)
+        assert torch.equal(model(tokens).logits, expected)
+
+
 def test_elsewhere_the_folder_says_where_its_code_is(tmp_path: Path) -> None:
     """In a process that knows nothing of this package, `trust_remote_code=True` leads to it."""
     model, tokens = adopted("llama", {"num_hidden_layers": 1}), torch.arange(1, 9)[None]

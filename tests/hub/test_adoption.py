@@ -9,6 +9,7 @@ import transformers
 
 from tests.hub.families import (
     OPEN,
+    SIZES,
     VOCABULARY,
     WITH_WINDOWS,
     adopted,
@@ -18,6 +19,7 @@ from tests.hub.families import (
     some_families,
     tokens_of,
 )
+from tests.hub.models import build
 from tra.hub import adopt, unadopt
 
 
@@ -93,6 +95,9 @@ def test_packed_documents_do_not_see_each_other(family: str) -> None:
     cache = model(row, position_ids=positions, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="must not hold packed documents"):
         model(tokens_of(1, 1), past_key_values=cache)
+    cache.reset()
+    model(documents[2][:, :7], past_key_values=cache)
+    close(model(documents[2][:, 7:], past_key_values=cache).logits, alone[:, -1:])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
@@ -249,6 +254,23 @@ def test_yarn_keeps_its_factor_where_positions_are_dropped() -> None:
     close(found, model(tokens).logits)
 
 
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3", "longrope"])
+@torch.no_grad()
+def test_rope_that_is_scaled_stays_scaled(kind: str) -> None:
+    """Within the length of the original and beyond it, where "dynamic" and "longrope" change."""
+    more: dict[str, Any] = {"original_max_position_embeddings": 8} if kind in ("yarn", "llama3", "longrope") else {}
+    own = {
+        "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "longrope": {"short_factor": [1.0, 1.0, 2.0, 2.0], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+    }
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 10_000.0, **more, **own.get(kind, {})}
+    model = build_family("llama", rope_parameters=rope, max_position_embeddings=16)
+    copied, plain = adopt(model, **OPEN, copy=True), build_family("llama")
+    for tokens in (tokens_of(1, 7), tokens_of(1, 40)):
+        close(copied(tokens).logits, model(tokens).logits)
+    assert not torch.allclose(copied(tokens).logits, plain(tokens).logits, atol=1e-3)
+
+
 def test_gpt2_without_positions_reads_beyond_its_last_position() -> None:
     model, tokens = adopted("gpt2", {"n_positions": 16}, drop_positions=True), tokens_of(1, 40)
     with torch.no_grad():
@@ -261,6 +283,14 @@ def test_a_config_can_ask_for_attentions() -> None:
     expected = model(tokens, output_attentions=True).attentions
     model.config.output_attentions = True
     close(torch.stack(model(tokens).attentions), torch.stack(expected))
+
+
+@pytest.mark.parametrize("stored", [5, {"gates": 1}, {"layers": 3}, {"layers": [9]}, {"drop_positions": None}])
+def test_options_that_a_config_cannot_mean_are_named(stored: Any) -> None:
+    config = adopted("llama").config
+    config.tra = stored
+    with pytest.raises(ValueError, match=r"(config\.tra|layers|drop_positions) must (hold|be)"):
+        transformers.AutoModelForCausalLM.from_config(config)
 
 
 def tiny(family: str, **more: Any) -> Any:
@@ -282,6 +312,8 @@ def test_what_cannot_be_adopted_is_named_with_the_reason() -> None:
         ({"layers": [3]}, "layers must hold layers from 0 to 2, got 3"),
         ({"layers": [True]}, "layers must hold layers from 0 to 2, got True"),
         ({"layers": 1}, "layers must be a list of layers, got 1"),
+        ({"layers": "02"}, "layers must be a list of layers, got '02'"),
+        ({"drop_positions": 1}, "drop_positions must be a list of layers, True or False, got 1"),
         ({"drop_positions": [-1]}, "drop_positions must hold layers from 0 to 2, got -1"),
         ({"threshold": "token"}, "threshold"),
         ({"threshold": float("nan")}, "threshold must be a finite number"),
@@ -301,6 +333,13 @@ def test_what_cannot_be_adopted_is_named_with_the_reason() -> None:
         adopt(build_family("gpt2"), drop_positions=[0])
     with pytest.raises(ValueError, match="model must be a model of transformers or a folder, got Linear"):
         adopt(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got 'tra': it is a model of this package"):
+        adopt(build("tra"))
+
+    class OwnConfig(transformers.LlamaConfig): ...
+
+    with pytest.raises(ValueError, match="model must have a LlamaConfig, got a OwnConfig"):
+        adopt(transformers.LlamaForCausalLM(OwnConfig(**SIZES)))
     adopt(model)
     with pytest.raises(ValueError, match="model must not be adopted already"):
         adopt(model)

@@ -101,6 +101,34 @@ def test_beams_that_hold_everything_find_the_most_probable_continuation(kind: st
 
 
 @every_kind
+def test_beams_come_with_their_scores_and_with_all_that_is_asked_for(kind: str) -> None:
+    model, tokens, beams = model_of(kind), prompt(), {"num_beams": 4, "num_return_sequences": 3}
+    out = generate(kind, tokens, **beams, **DICT, output_attentions=True, output_hidden_states=True)
+    assert torch.equal(out.sequences, generate(kind, tokens, **beams, use_cache=False))
+    assert out.sequences.unique(dim=0).shape == (6, 7 + NEW), "no continuation twice"
+    probabilities = logits_of(kind, out.sequences)[:, 6:-1].log_softmax(-1)
+    each = probabilities.gather(2, out.sequences[:, 7:, None])[..., 0]
+    torch.testing.assert_close(out.sequences_scores, each.mean(-1), rtol=1e-4, atol=1e-4)
+    steps = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+    torch.testing.assert_close(steps, each, rtol=1e-3, atol=1e-3)
+    shapes = [(8, 7 if at == 0 else 1, 7 + at) for at in range(NEW)]
+    assert [tuple(step[-1].shape) for step in out.attentions] == [(rows, 4, new, keys) for rows, new, keys in shapes]
+    assert [tuple(step[-1].shape) for step in out.hidden_states] == [(rows, new, 32) for rows, new, _ in shapes]
+
+
+@every_kind
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_changes_scores_does_so_with_and_without_a_cache(kind: str, beams: int) -> None:
+    tokens = prompt()
+    banned, repeated = int(greedy(kind, tokens)[0, 7]), {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
+    changed = {"bad_words_ids": [[banned]], "min_new_tokens": 3, "eos_token_id": 4, "num_beams": beams, **repeated}
+    found = [generate(kind, tokens, use_cache=use_cache, **changed) for use_cache in (True, False)]
+    assert torch.equal(*found)
+    assert banned not in found[0][0, 7:]
+    assert 4 not in found[0][:, 7:10]
+
+
+@every_kind
 def test_beams_that_sample_need_no_cache_to_be_the_same(kind: str) -> None:
     tokens, found = prompt(), []
     for use_cache in (True, False):
@@ -119,6 +147,16 @@ def test_assisted_decoding_gives_the_same_tokens(kind: str) -> None:
     for assistant in ({"assistant_model": weak}, {"assistant_model": model_of(kind)}, {"prompt_lookup_num_tokens": 3}):
         assert torch.equal(generate(kind, tokens, max_new_tokens=8, **assistant), expected)
     assert generate(kind, tokens, assistant_model=weak, do_sample=True).shape == (1, 9 + NEW)
+
+
+@every_kind
+def test_prompt_lookup_ends_at_the_end_token(kind: str) -> None:
+    tokens = tokens_of(1, 3).repeat(1, 3)
+    end = int(greedy(kind, tokens, 8)[0, 11])
+    expected = generate(kind, tokens, max_new_tokens=8, eos_token_id=end)
+    assert expected.shape[1] <= 12
+    found = generate(kind, tokens, max_new_tokens=8, eos_token_id=end, prompt_lookup_num_tokens=3)
+    assert torch.equal(found, expected)
 
 
 @every_kind
@@ -166,6 +204,25 @@ def test_generation_from_embeddings(kind: str) -> None:
 
 
 @every_kind
+def test_embeddings_take_part_in_beams_and_go_on_from_a_cache(kind: str) -> None:
+    model, tokens = model_of(kind), prompt()
+    embed = model.get_input_embeddings()
+    embedded = embed(tokens).detach()
+
+    def written(embeddings: Tensor, **options: Any) -> Any:
+        mask = torch.ones(embeddings.shape[:2], dtype=torch.long)
+        return model.generate(inputs_embeds=embeddings, attention_mask=mask, do_sample=False, **options)
+
+    beams = {"num_beams": 3, "max_new_tokens": NEW}
+    assert torch.equal(written(embedded, **beams), generate(kind, tokens, **beams)[:, 7:])
+    assert not torch.equal(written(embedded.flip(1), max_new_tokens=NEW), written(embedded, max_new_tokens=NEW))
+    first = written(embedded, max_new_tokens=3, return_dict_in_generate=True)
+    both = torch.cat([embedded, embed(first.sequences).detach()], dim=1)
+    rest = written(both, max_new_tokens=NEW, past_key_values=first.past_key_values)
+    assert torch.equal(torch.cat([first.sequences, rest], dim=1), greedy(kind, tokens, 3 + NEW)[:, 7:])
+
+
+@every_kind
 def test_generation_from_nothing_but_a_first_token(kind: str) -> None:
     found = model_of(kind).generate(bos_token_id=3, max_new_tokens=NEW, do_sample=False)
     assert torch.equal(found, greedy(kind, torch.tensor([[3]])))
@@ -191,13 +248,22 @@ def test_a_step_computes_the_logits_of_its_last_token_only(kind: str) -> None:
     finally:
         hook.remove()
     assert seen == [1] * NEW
+    tokens = prompt()
+    expected = logits_of(kind, tokens)
+    for kept, places in ((0, slice(None)), (3, slice(4, None)), (torch.tensor([1, 5]), [1, 5])):
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens, logits_to_keep=kept).logits, expected[:, places])
 
 
+@pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
 @pytest.mark.parametrize("kind", ["adopted", "llama"])
-def test_a_quantised_cache_serves_an_adopted_llama_as_it_serves_the_original(kind: str) -> None:
-    """Keys and values in 8 bits, which torch has by itself: the logits stay close."""
+def test_a_quantised_cache_serves_an_adopted_llama_as_it_serves_the_original(kind: str, backend: str) -> None:
+    """Keys and values in 8 bits or 4, of which torch has the first by itself: the logits stay close."""
+    if backend != "fp8":
+        pytest.importorskip("optimum.quanto" if backend == "quanto" else "hqq")
     model, tokens = model_of(kind), prompt()
-    quantised = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    how = {"quanto": {"q_group_size": 8}, "hqq": {"nbits": 8, "q_group_size": 8, "axis_key": 1, "axis_value": 1}}
+    quantised = {"cache_implementation": "quantized", "cache_config": {"backend": backend, **how.get(backend, {})}}
     out = generate(kind, tokens, **quantised, **DICT)
     assert isinstance(out.past_key_values, transformers.QuantizedCache)
     expected = logits_of(kind, out.sequences[:, :-1])[:, 6:]

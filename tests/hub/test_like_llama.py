@@ -326,6 +326,70 @@ def test_labels_of_sequences_and_of_tokens_are_learned(kind: str) -> None:
 
 @every_kind
 @torch.no_grad()
+def test_every_loss_that_a_classifier_may_have(kind: str) -> None:
+    """The kind of problem decides it: classes, several labels at once, or numbers."""
+    tokens, mask = tokens_of(3, 6), torch.ones(3, 6, dtype=torch.long)
+    for problem, labels, loss in (
+        ("single_label_classification", torch.tensor([0, 2, 1]), F.cross_entropy),
+        ("multi_label_classification", torch.rand(3, 3).round(), F.binary_cross_entropy_with_logits),
+        ("regression", torch.randn(3, 3), F.mse_loss),
+    ):
+        model = build_kind(kind, AutoModelForSequenceClassification, num_labels=3, problem_type=problem)
+        out = model(tokens, attention_mask=mask, labels=labels)
+        assert out.logits.shape == (3, 3)
+        torch.testing.assert_close(out.loss, loss(out.logits, labels))
+    model = build_kind(kind, AutoModelForQuestionAnswering)
+    begins, ends = torch.tensor([1, 0, 3]), torch.tensor([2, 5, 3])
+    out = model(tokens, attention_mask=mask, start_positions=begins, end_positions=ends)
+    assert out.start_logits.shape == out.end_logits.shape == (3, 6)
+    expected = (F.cross_entropy(out.start_logits, begins) + F.cross_entropy(out.end_logits, ends)) / 2
+    torch.testing.assert_close(out.loss, expected)
+
+
+@every_kind
+@torch.no_grad()
+def test_the_loss_is_divided_by_the_labels_of_the_whole_batch(kind: str) -> None:
+    model, tokens = build_kind(kind), tokens_of()
+    out = model(tokens, labels=tokens, num_items_in_batch=torch.tensor(5))
+    torch.testing.assert_close(out.loss, model(tokens, labels=tokens).loss * (2 * 8) / 5)
+
+
+@every_kind
+@torch.no_grad()
+def test_a_matrix_of_what_sees_what_is_heeded_or_refused(kind: str) -> None:
+    """Two continuations of one text in one row: tokens 5 and 6 do not see each other, and stand at one position."""
+    model, tokens = build_kind(kind), tokens_of(1, 7)
+    seen, positions = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril(), torch.tensor([[0, 1, 2, 3, 4, 5, 5]])
+    seen[..., 6, 5] = False
+    if kind in ("tra", "rope"):
+        with pytest.raises(ValueError, match=r"attention_mask must have the shape \[batch, cached \+ new tokens\]"):
+            model(tokens, attention_mask=seen, position_ids=positions)
+        return
+    other = torch.cat([tokens[:, :5], tokens[:, 6:]], dim=1)
+    expected = [model(one).logits[:, 5] for one in (tokens[:, :6], other)]
+    numbers = torch.zeros(1, 1, 7, 7).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for mask in (seen, numbers):
+        found = model(tokens, attention_mask=mask, position_ids=positions).logits
+        torch.testing.assert_close(found[:, 5], expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[:, 6], expected[1], rtol=1e-4, atol=1e-5)
+        later = {"attention_mask": mask[:, :, 4:], "position_ids": positions[:, 4:]}
+        found = model(tokens[:, 4:], past_key_values=model(tokens[:, :4]).past_key_values, **later).logits
+        torch.testing.assert_close(found[:, 1], expected[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[:, 2], expected[1], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_matrix_that_is_more_than_a_mask_is_refused_by_an_adopted_model() -> None:
+    model, tokens = build_kind("adopted"), tokens_of(1, 7)
+    causal = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="attention_mask must be causal"):
+        model(tokens, attention_mask=causal | causal.mT)
+    with pytest.raises(ValueError, match="attention_mask must show or hide"):
+        model(tokens, attention_mask=torch.full((1, 1, 7, 7), -1.0).masked_fill(~causal, float("-inf")))
+
+
+@every_kind
+@torch.no_grad()
 def test_tied_embeddings_are_one_tensor_and_stored_once(kind: str, tmp_path: Path) -> None:
     model, tokens = build_kind(kind, tie_word_embeddings=True), tokens_of()
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

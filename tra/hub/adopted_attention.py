@@ -46,6 +46,10 @@ class Options:
     impl: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.layers is not None and not isinstance(self.layers, list):
+            raise ValueError(f"layers must be a list of layers, got {self.layers!r}")
+        if not isinstance(self.drop_positions, bool | list):
+            raise ValueError(f"drop_positions must be a list of layers, True or False, got {self.drop_positions!r}")
         for name in ("gate_bias", "threshold_start"):
             if not is_number(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number, got {getattr(self, name)!r}")
@@ -63,6 +67,15 @@ class Options:
         if self.tolerance is not None and not is_number(self.tolerance, least=0.0):
             raise ValueError(f"tolerance must be None or a number of at least 0, got {self.tolerance!r}")
         lookup({"auto": None, **IMPLEMENTATIONS}, self.impl, "impl")
+
+    @classmethod
+    def of_config(cls, stored: Any) -> "Options":
+        """What a config says, which may come from a file."""
+        if not isinstance(stored, dict) or not stored.keys() <= cls.__dataclass_fields__.keys():
+            raise ValueError(
+                f"config.tra must hold options of tra.hub.adopt ({', '.join(cls.__dataclass_fields__)}), got {stored!r}"
+            )
+        return cls(**stored)
 
     def chosen(self, name: str, layers: int) -> set[int]:
         """Which of so many layers an option names."""
@@ -125,9 +138,28 @@ class Call(NamedTuple):
     """The packed document of each token; None if there is one."""
 
 
-def before_gpt2(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The hook before a whole GPT-2, which keeps from its layers that attentions are asked for."""
-    return args, {**kwargs, "tra_output_attentions": kwargs.get("output_attentions")}
+def before_body(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The hook before a whole body: what its attention modules are not told otherwise.
+
+    GPT-2 keeps from its layers that attentions are asked for. A mask that is a matrix ``[B, 1, Lq, Lk]`` comes from the
+    caller, as in tree decoding: it says by itself what sees what, so that positions say nothing of documents.
+    """
+    given = (*args, *kwargs.values())
+    matrix = next((one for one in given if isinstance(one, Tensor) and one.dim() == 4), None)
+    if matrix is not None and not torch.compiler.is_compiling():
+        cache = next((one for one in given if isinstance(one, transformers.Cache)), None)
+        refuse_matrix(matrix, 0 if cache is None else int(cache.get_seq_length()))
+    told = {"tra_output_attentions": kwargs.get("output_attentions"), "tra_matrix": matrix is not None}
+    return args, {**kwargs, **told}
+
+
+def refuse_matrix(mask: Tensor, cached: int) -> None:
+    """Raise a ValueError for a matrix that TRA cannot heed: one that sees ahead, or adds to scores."""
+    seen = visible_in(mask)
+    if seen.triu(cached + 1).any():
+        raise ValueError("attention_mask must be causal: TRA is, got a matrix in which a token sees later ones")
+    if mask.is_floating_point() and (mask.masked_fill(~seen, 0.0) != 0.0).any():
+        raise ValueError("attention_mask must show or hide: in a matrix of numbers 0 or the least number, got others")
 
 
 def before_attention(
@@ -142,7 +174,7 @@ def before_attention(
         end = cache.get_query_offset(module.layer_idx) + tokens
     segments = told_segments(batch, tokens, hidden.device, kwargs)
     # While compiling, the data cannot tell whether a document begins behind tokens in the cache.
-    looked = cache is None or not torch.compiler.is_compiling()
+    looked = (cache is None or not torch.compiler.is_compiling()) and not kwargs.get("tra_matrix", False)
     if segments is None and tokens > 1 and kwargs.get("position_ids") is not None and looked:
         mask = kwargs.get("attention_mask")
         earlier: bool | Tensor = cache is not None and int(cache.get_seq_length(module.layer_idx)) > 0
@@ -156,10 +188,11 @@ def before_attention(
             mask = visible_in(mask).expand(batch, tokens)
         segments = positioned_segments(kwargs["position_ids"], mask, batch, tokens, goes_on=earlier)
     if cache is not None and not torch.compiler.is_compiling():
-        if getattr(cache, "tra_packed", False) and cache.get_seq_length(module.layer_idx) > 0:
+        packed = getattr(cache, "tra_packed", False)
+        if packed and cache.get_seq_length(module.layer_idx) > 0:
             raise ValueError("past_key_values must not hold packed documents, which later tokens cannot tell apart")
-        if segments is not None:
-            cache.tra_packed = True
+        if packed or segments is not None:
+            cache.tra_packed = segments is not None
     gates = getattr(module, NAME, None)
     kwargs["tra_call"] = Call(None if gates is None else gates(hidden), options, end, segments)
     if rotary_scale is not None and kwargs.get("position_embeddings") is not None:

@@ -21,7 +21,7 @@ from tra.attention.threshold_relative import LearnedThreshold
 from tra.errors import RunError
 from tra.files import written_aside
 from tra.hub.adapters import tell_peft
-from tra.hub.adopted_attention import NAME, Options, TraGates, before_attention, before_gpt2
+from tra.hub.adopted_attention import NAME, Options, TraGates, before_attention, before_body
 from tra.hub.config import MODULE, NeverCopied, leads_to
 from tra.hub.modeling import mark_as_drawn
 
@@ -39,6 +39,7 @@ REASONS = {
     "gpt_oss": "its attention has sinks, which TRA has no place for",
     "llama4_text": "its attention is in chunks",
     "opt": "its learned positions end at a length",
+    "tra": "it is a model of this package, whose config names its attention",
 }
 """Why other models cannot be adopted, where that is known."""
 
@@ -95,8 +96,8 @@ def adopt(
         'TraLlamaForCausalLM'
     """
     options = Options(
-        None if layers is None else _listed("layers", layers),
-        drop_positions if isinstance(drop_positions, bool) else _listed("drop_positions", drop_positions),
+        _listed(layers),
+        _listed(drop_positions),
         gate_bias,
         threshold,
         threshold_start if isinstance(threshold, str) else Options.threshold_start,
@@ -119,10 +120,9 @@ def adopt(
     return model
 
 
-def _listed(name: str, layers: Sequence[int]) -> list[int]:
-    if not isinstance(layers, Sequence) or isinstance(layers, str):
-        raise ValueError(f"{name} must be a list of layers, got {layers!r}")
-    return list(layers)
+def _listed(layers: Any) -> Any:
+    """A list, which JSON can hold, of any sequence of layers; whatever is none is left as it is."""
+    return list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else layers
 
 
 def adopt_folder(model: str | Path, folder: str | Path, healing: "Healing | None" = None, **options: Any) -> None:
@@ -171,7 +171,8 @@ def _tokenizer_of(model: str) -> Any:
 def unadopt(model: transformers.PreTrainedModel) -> Any:
     """Take TRA out again, in place: the class, config and attention of the original, without gates and thresholds.
 
-    Weights stay as they are. If only gates and thresholds were trained since, this is the original model.
+    Weights stay as they are. If only gates and thresholds were trained since, this is the original model. Its
+    ``attn_implementation`` is the one that transformers chooses by itself.
     """
     if not isinstance(model, Adopted):
         raise ValueError(f"model must be one that was adopted, got {type(model).__name__}")
@@ -197,7 +198,10 @@ def refuse_others(model: transformers.PreTrainedModel) -> None:
     if kind not in FAMILIES:
         reason = REASONS.get(kind, "no test covers it")
         raise ValueError(f"model must be one of {', '.join(FAMILIES)}, got {kind!r}: {reason}")
-    known = classes_for(type(model.config)).values()
+    config = transformers.CONFIG_MAPPING[kind]
+    if type(model.config) is not config:
+        raise ValueError(f"model must have a {config.__name__}, got a {type(model.config).__name__}")
+    known = classes_for(config).values()
     if type(model) not in known:
         names = ", ".join(sorted(one.__name__ for one in known))
         raise ValueError(f"model must be one of {names}, got {type(model).__name__}")
@@ -242,7 +246,7 @@ def attach(model: Any) -> None:
             transformers.PreTrainedModel.__init__(type(body).__new__(type(body)), config)
     if config.tra is None:
         config.tra = asdict(Options())
-    options = Options(**config.tra)
+    options = Options.of_config(config.tra)
     with_gates, without_positions = checked_layers(options, model)
     found = list(attention_modules(model))
     if len(found) != config.num_hidden_layers:
@@ -259,14 +263,23 @@ def attach(model: Any) -> None:
         scale = rotary_scale(model, module) if module.layer_idx in without_positions else None
         hook = functools.partial(before_attention, options=options, rotary_scale=scale)
         module.tra_handles = [module.register_forward_pre_hook(hook, with_kwargs=True)]
-    if isinstance(model.base_model, transformers.GPT2Model) and "tra_handles" not in vars(model.base_model):
-        gpt2: Any = model.base_model
-        gpt2.tra_handles = [gpt2.register_forward_pre_hook(before_gpt2, with_kwargs=True)]
-        if options.drop_positions is True:
-            gpt2.tra_handles += [
-                gpt2.wpe.register_forward_pre_hook(lambda module, ids: torch.zeros_like(ids[0])),
-                gpt2.wpe.register_forward_hook(lambda module, ids, embedded: torch.zeros_like(embedded)),
+    inner: Any = model.base_model
+    if "tra_handles" not in vars(inner):
+        inner.tra_handles = [inner.register_forward_pre_hook(before_body, with_kwargs=True)]
+        if isinstance(inner, transformers.GPT2Model) and options.drop_positions is True:
+            inner.tra_handles += [
+                inner.wpe.register_forward_pre_hook(_first_positions),
+                inner.wpe.register_forward_hook(_no_positions),
             ]
+
+
+def _first_positions(module: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Position 0 for every token, which the table holds however long the text is."""
+    return torch.zeros_like(args[0])
+
+
+def _no_positions(module: nn.Module, args: tuple[torch.Tensor, ...], embedded: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(embedded)
 
 
 def rotary_scale(model: nn.Module, attention: Any) -> float:
