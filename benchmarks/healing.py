@@ -325,9 +325,9 @@ def planned(arguments: argparse.Namespace) -> Iterable[tuple[str, int, int, Call
 def write_tables(work: Path, folder: Path) -> None:
     rows = measured(work)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(
-        json.dumps({"environment": environment(), "results": rows}, indent=1, sort_keys=True) + "\n"
-    )
+    stored = folder / "results.json"  # says where the first of them were measured; later ones name their processor
+    where = json.loads(stored.read_text())["environment"] if stored.exists() else environment()
+    stored.write_text(json.dumps({"environment": where, "results": rows}, indent=1, sort_keys=True) + "\n")
     reported = [row for row in rows if row["setting"] in SETTINGS]
     choices = [row for row in rows if row["setting"] in CHOICES]
     tables = table(reported), differences(reported, WINDOWED), table(choices)
@@ -367,7 +367,7 @@ def main() -> None:
             train(model, partial(text_batch, tokens["train"]), steps, 1000 + seed, **rates)
         if name == "RoPE":
             full = {(seed, steps): model}
-        row = {"setting": name, "seed": seed, "steps": steps}
+        row = {"setting": name, "seed": seed, "steps": steps, "processor": environment()["processor"]}
         row |= measure(model, text)
         print(" ", json.dumps(row), flush=True)
         with open(arguments.work / "results.jsonl", "a") as file:

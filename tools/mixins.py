@@ -4,7 +4,8 @@
 
 The tests are those of the transformers that is installed: from its source distribution, which pip fetches and which
 holds the common ones, or from a checkout of its repository at that version, which has those of generation too. Prints
-how many passed, failed and were skipped for each model; what fails here and not for the Llama makes the exit code 1.
+how many passed, failed and were skipped for each model, and why those are skipped that the Llama passes; what fails here
+and not for the Llama makes the exit code 1.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,14 +38,15 @@ def fetch_tests(folder: Path) -> Path:
     return next(folder.glob("transformers-*/tests"))
 
 
-def outcomes(report: Path) -> dict[str, dict[str, set[str]]]:
-    """Names of tests by class and by what became of them."""
-    found: dict[str, dict[str, set[str]]] = {}
+def outcomes(report: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Tests by class and by what became of them, each with the reason why it was skipped."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        children = {child.tag: child.get("message", "") for child in case}
+        failed = children.keys() & {"failure", "error"}
+        kind = "failed" if failed else "skipped" if "skipped" in children else "passed"
         of_class = found.setdefault(case.attrib["classname"].split(".")[-1], {})
-        of_class.setdefault(kind, set()).add(case.attrib["name"])
+        of_class.setdefault(kind, {})[case.attrib["name"]] = children.get("skipped", "")
     return found
 
 
@@ -74,8 +77,16 @@ def main() -> int:
     print(f"\n{'':20}{'passed':>8}{'failed':>8}{'skipped':>8}")
     for model, kinds in found.items():
         print(f"{model:20}" + "".join(f"{len(kinds.get(kind, ())):8}" for kind in ("passed", "failed", "skipped")))
-    control = found[CONTROL].get("failed", set())
-    worse = {model: sorted(kinds.get("failed", set()) - control) for model, kinds in found.items()}
+    control = found[CONTROL]
+    for model, kinds in found.items():
+        reasons = Counter(
+            reason for test, reason in kinds.get("skipped", {}).items() if test in control.get("passed", {})
+        )
+        for reason, count in reasons.most_common():
+            print(f"{model} skips {count} that the Llama passes: {reason}")
+    worse = {
+        model: sorted(kinds.get("failed", {}).keys() - control.get("failed", {})) for model, kinds in found.items()
+    }
     for model, names in worse.items():
         for test in names:
             print(f"{model} fails {test}, which the Llama does not")

@@ -436,6 +436,7 @@ def test_tensor_parallelism_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 @every_kind
+@pytest.mark.filterwarnings("default:.*is deprecated and will be removed in v6:FutureWarning")  # its name
 def test_how_to_checkpoint_gradients_is_heeded(kind: str) -> None:
     model, tokens = build_kind(kind, num_hidden_layers=4).train(), tokens_of()
     expected = torch.autograd.grad(model(tokens, labels=tokens).loss, list(model.parameters()))

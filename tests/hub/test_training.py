@@ -41,6 +41,7 @@ def test_a_resized_vocabulary_keeps_what_was_learned(size: int, mean_resizing: b
 
 
 @pytest.mark.parametrize("attention", ["tra", "rope", "cope"])
+@pytest.mark.filterwarnings("default:.*is deprecated and will be removed in v6:FutureWarning")  # its name
 def test_gradient_checkpointing_computes_blocks_again_and_changes_no_gradient(attention: str) -> None:
     model, tokens, calls = build(attention, dropout=0.2).train(), prompt(length=20), []
     model.model.decoder.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
