@@ -55,7 +55,7 @@ def test_two_variants_are_loaded_beside_this_package_and_compute_the_same(built:
     log_gate = torch.nn.functional.logsigmoid(torch.randn(2, 4, 33))
     expected = threshold_relative_attention(query, key, value, log_gate, impl="reference")
     (gradient,) = torch.autograd.grad(expected.sum(), query, retain_graph=True)
-    for backend in ("cpu", "cuda"):
+    for backend in ("cuda", "rocm"):  # "cpu" is the one that the library loads
         kernel = loaded(built / f"torch-{backend}")
         assert kernel.threshold_relative_attention is not threshold_relative_attention
         found = kernel.threshold_relative_attention(query, key, value, log_gate, impl="reference")
@@ -64,6 +64,16 @@ def test_two_variants_are_loaded_beside_this_package_and_compute_the_same(built:
     lengths = torch.tensor([0, 20, 33])
     packed = [x[0].transpose(0, 1) for x in (query, key, value)]
     assert kernel.threshold_relative_attention_varlen(*packed, log_gate[0].T, lengths, lengths, impl="reference").shape
+
+
+def test_the_library_loads_it_from_a_folder(built: Path) -> None:
+    kernels = pytest.importorskip("kernels")
+    kernel = kernels.get_local_kernel(built.parent, backend="cpu")
+    assert kernel.__name__ == json.loads((built / "torch-cpu" / "metadata.json").read_text())["id"]
+    query, key, value = torch.randn(3, 2, 4, 33, 8).unbind(0)
+    given = query, key, value, torch.nn.functional.logsigmoid(torch.randn(2, 4, 33))
+    expected = threshold_relative_attention(*given, impl="reference")
+    assert torch.equal(kernel.threshold_relative_attention(*given, impl="reference"), expected)
 
 
 def test_a_build_that_is_there_is_left_alone(built: Path) -> None:

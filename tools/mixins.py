@@ -4,8 +4,8 @@
 
 The tests are those of the transformers that is installed: from its source distribution, which pip fetches and which
 holds the common ones, or from a checkout of its repository at that version, which has those of generation too. Prints
-how many passed, failed and were skipped for each model, and why those are skipped that the Llama passes; what fails here
-and not for the Llama makes the exit code 1.
+how many passed, failed and were skipped for each model, and why those are skipped that the Llama passes. What fails
+here and not for the Llama makes the exit code 1.
 """
 
 import argparse
