@@ -28,7 +28,7 @@ from tra.experiments.tuning import (
     tuning_table,
     tuning_tables,
 )
-from tra.recipes import Recipe
+from tra.recipes import Evaluation, Recipe
 from tra.runs import load_run
 from tra.tasks import ExactMatch, Result
 
@@ -164,6 +164,19 @@ def test_a_column_that_is_only_measured_past_its_training_length_cannot_be_tuned
     }
     with pytest.raises(ValueError, match="a must be measured within the training length of 8"):
         tuning_losses(found)
+
+
+@pytest.mark.parametrize("lengths", [(16, 32), ()])
+def test_what_tuning_could_not_measure_is_refused_before_anything_is_trained(
+    lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    recipe = replace(flip_flop(), evaluations=tuple(Evaluation("iid", length, 4) for length in lengths))
+    experiment = of_flip_flop(scales={"smoke": {"flip_flop": lambda attention: recipe}}, tuning=RATES)
+    got = "iid at 16, iid at 32" if lengths else "nothing"
+    for ask in (experiment.perform, experiment.plan):
+        with pytest.raises(ValueError, match=f"flip_flop must be measured within the training length of 8, .* got {got};"):
+            ask(Request(tmp_path / "out", "smoke"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:

@@ -134,7 +134,7 @@ class Grid:
             Cell(
                 column,
                 row.label,
-                _shortened(self.recipe(column, row, seed).changed(choice), share),
+                _shortened(column, self.recipe(column, row, seed).changed(choice), share),
                 below(self.folder / TUNING, column, row.label, *part, choice_label(choice), str(seed)),
                 choice=choice,
                 share=share,
@@ -168,12 +168,18 @@ def _adjusted(recipe_of: RecipeOf, changes: Settings) -> RecipeOf:
     return lambda attention: recipe_of(attention=attention).adjusted(changes)
 
 
-def _shortened(recipe: Recipe, share: float) -> Recipe:
+def _shortened(column: str, recipe: Recipe, share: float) -> Recipe:
     """For tuning: this share of the steps, measured within the training length on the first set, which is like the
     training data."""
     first = [entry for entry in recipe.evaluations if entry.name == recipe.evaluations[0].name]
     within = tuple(entry for entry in first if entry.length <= recipe.length)
-    return replace(recipe, steps=max(1, round(recipe.steps * share)), evaluations=within or recipe.evaluations)
+    if not within:
+        measured = ", ".join(f"{entry.name} at {entry.length}" for entry in first) or "nothing"
+        raise ValueError(
+            f"{column} must be measured within the training length of {recipe.length}, because tuning goes by the loss "
+            f"there, got {measured}; Recipe.adjusted changes the length and scales the evaluations with it"
+        )
+    return replace(recipe, steps=max(1, round(recipe.steps * share)), evaluations=within)
 
 
 def part_of(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
