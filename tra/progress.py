@@ -103,7 +103,7 @@ def _lines(console: "Console", description: str, total: int, unit: str, start: i
             return
         said, last = now, done
         speed = clock.speed(done)
-        left = [f"{(total - done) / speed:.0f} s left"] if speed > 0 else []
+        left = [f"{(total - done) / speed:.0f} s left"] if speed > 0 and done < total else []
         parts = [f"{unit} {done}/{total}", *_formatted(numbers, speed, unit), *left]
         # To the console of the caller: a library may do the work in a thread of its own, which has none.
         _print(console, f"{description}: {', '.join(parts)}")

@@ -97,7 +97,9 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
                         del running[slot]
                         steps[cell.folder] = cell.recipe.steps  # done, or given up
                         report(cell, time.monotonic() - since, _how_it_ended(process.exitcode))
-                update(sum(steps.values()), running=len(running), waiting=len(waiting))
+                measuring = sum(steps[cell.folder] >= cell.recipe.steps for _, cell, _ in running.values())
+                counts = {"training": len(running) - measuring, "measuring": measuring, "waiting": len(waiting)}
+                update(sum(steps.values()), **counts)
     except KeyboardInterrupt:
         _stop(started)
         done = sum(cell.results() is not None for cell in cells)
