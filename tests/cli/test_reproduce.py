@@ -125,7 +125,7 @@ def test_a_stopped_grid_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, cap
     [
         ("tabel1", "got 'tabel1'; did you mean 'table1'?"),
         ("cost", "name must be an experiment, and cost is a benchmark: tra bench --cost"),
-        ("nowhere.py", "plugin must be a file that exists, got "),
+        ("nowhere.py", "an experiment must be a name or a file that exists, got nowhere.py"),
         ("table1 --shard 3/2", "shard must be i/n with 1 <= i <= n, got 3/2"),
         ("table1 --shard 0/2", "shard must be i/n with 1 <= i <= n, got 0/2"),
         ("table1 --shard half", "--shard must be i/n with 1 <= i <= n, got 'half'"),

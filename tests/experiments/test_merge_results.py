@@ -165,7 +165,7 @@ def test_results_of_something_else_are_refused_before_anything_is_trained(
     path = changed(stored, change)
     with pytest.raises(ValueError, match=f"join must name results of this experiment, but .* differs: {reason}"):
         experiment.perform(Request(tmp_path / "two", "smoke", join=[path]))
-    with pytest.raises(ValueError, match=r"missing\.json differs: .*No such file"):
+    with pytest.raises(ValueError, match=r"join must name files that exist, got .*missing\.json"):
         experiment.perform(Request(tmp_path / "two", "smoke", join=[tmp_path / "missing.json"]))
     assert run_here == []
     assert not (tmp_path / "two").exists()

@@ -29,10 +29,13 @@ BUILT_IN = {
 def load_experiment(name: str) -> Experiment:
     """An experiment of the paper by its name, or the one called ``experiment`` in a file, which is also a plug-in."""
     if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise ValueError(f"an experiment must be a name or a file that exists, got {name}")
         module = plugins.load(name)
         found = getattr(module, "experiment", None)
         if not isinstance(found, Experiment):
-            raise ValueError(f"{name} must define an Experiment called experiment, got {type(found).__name__}")
+            got = "none" if found is None else type(found).__name__
+            raise ValueError(f"{name} must define an Experiment called experiment, got {got}")
         return found
     if name == "cost":
         raise ValueError("name must be an experiment, and cost is a benchmark: tra bench --cost")

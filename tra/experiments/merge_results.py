@@ -26,6 +26,8 @@ def read_results(paths: Sequence[Path], grid: Grid) -> Results:
     for path in paths:
         try:
             more_seeds |= _add_file(read_json(path), grid, found)
+        except FileNotFoundError as error:
+            raise ValueError(f"join must name files that exist, got {path}") from error
         except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"join must name results of this experiment, but {path} differs: {reason}") from error
