@@ -166,6 +166,20 @@ def test_the_readmes_figure_is_of_what_is_stored() -> None:
             assert cell.startswith(f"{points[row][4096]:.2f} ± ")
 
 
+def test_what_is_said_of_the_other_sets_of_flip_flop_is_stored() -> None:
+    """Figure and tables show the hardest set, and say so: on the others the strongest rivals make no error either."""
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    assert "on the two easier sets selective attention, FoT and stick-breaking make no error" in readme
+    assert "Flip-flop is the set with rare writes" in readme
+    assert "Flip-flop is its sparse set" in (RESULTS.parent / "results.md").read_text()
+    stored = json.loads((RESULTS / "table1" / "results.json").read_text())["results"]
+    for row in ("selective", "fot", "stick-breaking"):
+        of_row = [entry for entry in stored if (entry["column"], entry["attention"]) == ("flip_flop", row)]
+        others = [entry["exact_match"] for entry in of_row if entry["set"] in ("iid", "dense")]
+        assert len(others) == 2 * 4 * 3  # sets, lengths and seeds
+        assert set(others) == {1.0}
+
+
 def test_the_summary_of_results_shows_what_is_stored() -> None:
     """Every entry has its interval and is empty where nothing was measured; below are how many sequences were read."""
     page = (RESULTS.parent / "results.md").read_text()
