@@ -173,8 +173,9 @@ def test_what_tuning_could_not_measure_is_refused_before_anything_is_trained(
     recipe = replace(flip_flop(), evaluations=tuple(Evaluation("iid", length, 4) for length in lengths))
     experiment = of_flip_flop(scales={"smoke": {"flip_flop": lambda attention: recipe}}, tuning=RATES)
     got = "iid at 16, iid at 32" if lengths else "nothing"
+    message = f"flip_flop must be measured within the training length of 8, .* got {got};"
     for ask in (experiment.perform, experiment.plan):
-        with pytest.raises(ValueError, match=f"flip_flop must be measured within the training length of 8, .* got {got};"):
+        with pytest.raises(ValueError, match=message):
             ask(Request(tmp_path / "out", "smoke"))
     assert not (tmp_path / "out").exists()
 
