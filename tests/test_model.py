@@ -503,9 +503,24 @@ def test_the_loss_of_a_long_text_never_has_its_logits_together(monkeypatch: pyte
     assert not every or torch.equal(whole[0], expected[0])
 
 
-def test_targets_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"targets must have the shape \[2, 5\] of tokens, got \[2, 4\]"):
-        small()(torch.zeros(2, 5, dtype=torch.int64), targets=torch.zeros(2, 4, dtype=torch.int64))
+@pytest.mark.parametrize(
+    "targets, message",
+    [
+        (torch.zeros(2, 4, dtype=torch.int64), r"must have the shape \[2, 5\] of tokens, got \[2, 4\]"),
+        (torch.zeros(2, 5), "must be an int32 or int64 tensor .*, got torch.float32"),
+        ([[0] * 5] * 2, "must be an int32 or int64 tensor .*, got list"),
+        (torch.full((2, 5), 9999), "must be -100, or at least 0 and less than the vocabulary of [0-9]+, got 9999"),
+        (torch.full((2, 5), -1), "must be -100, or at least 0 and less than the vocabulary of [0-9]+, got -1"),
+    ],
+)
+def test_targets_that_are_no_tokens_after_these_are_refused(targets: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"targets {message}"):
+        small()(torch.zeros(2, 5, dtype=torch.int64), targets=targets)
+
+
+def test_tokens_and_targets_may_be_int32() -> None:
+    model, tokens = small(), torch.ones(2, 5, dtype=torch.int32)
+    assert torch.equal(model(tokens, targets=tokens), model(tokens.long(), targets=tokens.long()))
 
 
 def test_a_negative_number_of_logits_is_refused() -> None:

@@ -175,6 +175,9 @@ class Decoder(nn.Module):
         return self.head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
 
     def _summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if not isinstance(targets, Tensor) or targets.dtype not in (torch.int32, torch.int64):
+            kind = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+            raise ValueError(f"targets must be an int32 or int64 tensor [B, L], got {kind}")
         if targets.shape != hidden.shape[:2]:
             raise ValueError(
                 f"targets must have the shape {list(hidden.shape[:2])} of tokens, got {list(targets.shape)}"
@@ -189,7 +192,14 @@ class Decoder(nn.Module):
         return torch.stack([checkpoint(self._loss_of_piece, *piece, use_reentrant=False) for piece in pieces]).sum()
 
     def _loss_of_piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(hidden).float(), targets, reduction="sum")
+        try:
+            return F.cross_entropy(self.head(hidden).float(), targets.long(), reduction="sum")
+        except IndexError:  # as in `looked_up`
+            vocabulary = self.config.vocabulary
+            wrong = targets[(targets < 0) | (targets >= vocabulary)][0].item()
+            raise ValueError(
+                f"targets must be {UNCOUNTED}, or at least 0 and less than the vocabulary of {vocabulary}, got {wrong}"
+            ) from None
 
     def hidden(
         self,

@@ -105,6 +105,8 @@ def test_a_trained_decoder_becomes_a_model(tmp_path: Path) -> None:
     assert model.generation_config.eos_token_id == 4
     body = {f"model.decoder.{name}" for name in decoder.state_dict() if name != "head.weight"}
     assert set(model.state_dict()) == {*body, "lm_head.weight"}
+    with pytest.raises(ValueError, match="model must be a TraForCausalLM, got Decoder"):
+        to_decoder(decoder)
     back = to_decoder(model).state_dict()
     assert all(torch.equal(back[name], tensor) for name, tensor in decoder.state_dict().items())
     model.save_pretrained(tmp_path)

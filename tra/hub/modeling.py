@@ -368,6 +368,8 @@ def from_decoder(decoder: Decoder, **more: Any) -> TraForCausalLM:
 
 def to_decoder(model: TraForCausalLM) -> Decoder:
     """A decoder with a copy of this model's weights."""
+    if not isinstance(model, TraForCausalLM):
+        raise ValueError(f"model must be a TraForCausalLM, got {type(model).__name__}")
     decoder = Decoder(model.config.decoder_config()).to(model.lm_head.weight)
     decoder.load_state_dict({**model.model.decoder.state_dict(), "head.weight": model.lm_head.weight})
     return decoder.eval()
