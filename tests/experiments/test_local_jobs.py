@@ -289,21 +289,32 @@ def test_jobs_run_at_the_same_time_share_threads_and_gpus_and_are_shown_in_one_p
     assert max(at_a_time) == 2
 
     lines = [line for line in text_of(screen).splitlines() if line.startswith("4 runs: ")]
-    told = [re.match(r"4 runs: step (\d+)/16, running (\d), waiting (\d)(.*)$", line) for line in lines]
+    told = [re.match(r"4 runs: step (\d+)/16, training (\d), measuring (\d), waiting (\d)(.*)$", line) for line in lines]
     assert all(told), lines
-    counts = [(int(match[2]), int(match[3])) for match in told if match]
+    counts = [(int(match[2]) + int(match[3]), int(match[4])) for match in told if match]
     assert (2, 2) in counts
     assert counts[-1] == (0, 0)
     assert all(running <= 2 for running, _ in counts)
     done = [int(match[1]) for match in told if match]
     assert done == sorted(done)
     assert done[-1] == 16
-    assert any(re.fullmatch(r", [\d.e+]+ steps/s, \d+ s left", match[4]) for match in told if match)
+    assert any(re.fullmatch(r", [\d.e+]+ steps/s, \d+ s left", match[5]) for match in told if match)
 
 
 def test_nothing_is_said_unless_somebody_looks_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_all([cell(tmp_path)], 1)
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_another_process_has_finished_meanwhile_is_not_trained_again(tmp_path: Path) -> None:
+    """A run of tuning keeps no checkpoint, so that training would begin anew."""
+    one = replace(cell(tmp_path), choice={"learning_rate": 1e-3})
+    run_cell(one)
+    before, console = files_below(tmp_path), Console(file=io.StringIO(), width=200)
+    with shown(console):
+        run_all([one], 1)
+    assert files_below(tmp_path) == before
+    assert f"{one.label}: finished by another process\n" in console.file.getvalue()
 
 
 def test_a_failure_of_an_unexpected_kind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,12 @@ def run_all(cells: Sequence[Cell], jobs: int) -> None:
         with progress(f"{len(waiting)} runs", total, "step", sum(steps.values())) as update:
             while waiting or running:
                 for slot in range(jobs):
-                    if waiting and slot not in running:
+                    while waiting and slot not in running:
                         cell = waiting.pop(0)
+                        if cell.results() is not None:  # the same command runs in another process too
+                            steps[cell.folder] = cell.recipe.steps
+                            say(f"{cell.label}: finished by another process")
+                            continue
                         cell.run.record_failure(None)
                         device = devices[slot % len(devices)]
                         process = context.Process(target=_work, args=(cell, threads, device, plugins.loaded()))
