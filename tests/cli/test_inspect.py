@@ -18,7 +18,10 @@ def test_heads_are_summarised_and_drawn_beside_the_run(run: Path, capsys: Captur
     shown = shows(["inspect", str(run), "--length", "10"], capsys)
     folder = run / "inspection"
     assert shown.splitlines()[-1] == str(folder)
-    assert (folder / "heads.md").read_text() in shown
+    table = (folder / "heads.md").read_text()
+    assert table in shown
+    for heading in table.splitlines()[0].strip("| ").split(" | ")[2:]:
+        assert f"\n{heading.removesuffix(' 10% / 50% / 90%')}: " in shown, "what it means is said below the table"
     assert any(file.read_bytes().startswith(b"\x89PNG") for file in folder.glob("*.png"))
     assert not list(folder.glob("*.svg"))
 

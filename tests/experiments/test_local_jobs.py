@@ -289,7 +289,8 @@ def test_jobs_run_at_the_same_time_share_threads_and_gpus_and_are_shown_in_one_p
     assert max(at_a_time) == 2
 
     lines = [line for line in text_of(screen).splitlines() if line.startswith("4 runs: ")]
-    told = [re.match(r"4 runs: step (\d+)/16, training (\d), measuring (\d), waiting (\d)(.*)$", line) for line in lines]
+    shape = r"4 runs: step (\d+)/16, training (\d), measuring (\d), waiting (\d)(.*)$"
+    told = [re.match(shape, line) for line in lines]
     assert all(told), lines
     counts = [(int(match[2]) + int(match[3]), int(match[4])) for match in told if match]
     assert (2, 2) in counts

@@ -8,6 +8,13 @@ from tra.cli.parsing import Common, parse
 from tra.cli.texts import or_file
 
 PAGE = "explorer.html"
+LEGEND = """\
+keys kept: share of the keys whose weight is not exactly 0
+null queries: share of the queries that attend to nothing
+mean distance: how many tokens back a query looks, by weight
+reach: half of the queries have 90% of their weight within this many tokens
+gate: 1 means no decay with distance
+"""
 
 
 @dataclass(frozen=True)
@@ -56,5 +63,6 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(content, indent=2))
     else:
         print((folder / "heads.md").read_text())
+        print(LEGEND)
         print(folder / PAGE if options.html else folder)
     return 0
