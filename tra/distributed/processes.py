@@ -266,8 +266,9 @@ def current() -> ContextParallel | None:
 def context_parallel(shards: ContextParallel | None) -> Iterator[None]:
     """Within this, the tokens that a :class:`~tra.model.Decoder` is given are this process's shard of longer sequences.
 
-    The operator's output has the bits of one process, whatever their number. So have its gradients of queries, gates
-    and thresholds; those of keys and values are summed over rows in another order, the same but for rounding.
+    In the CPU kernel the operator's output has the bits of one process, whatever their number. So have its gradients of
+    queries, gates and row thresholds; those of keys, values and a head's threshold are summed over rows in another
+    order, the same but for rounding.
     """
     global _current
     before, _current = _current, shards
