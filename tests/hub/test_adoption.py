@@ -11,6 +11,7 @@ from tests.hub.families import (
     OPEN,
     SIZES,
     VOCABULARY,
+    WINDOW,
     WITH_WINDOWS,
     adopted,
     build_family,
@@ -33,6 +34,34 @@ def test_with_open_gates_and_every_key_kept_the_logits_are_those_of_the_original
     assert type(copied).__name__ == f"Tra{type(model).__name__}"
     close(copied(tokens).logits, expected)
     assert torch.equal(model(tokens).logits, expected), "the original was left alone"
+
+
+SOMETIMES: list[tuple[str, dict[str, Any]]] = [
+    ("cohere", {"use_qk_norm": True}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    ("olmo", {"clip_qkv": 0.5}),
+    ("phi", {"qk_layernorm": True}),
+    ("phi3", {"sliding_window": WINDOW, "partial_rotary_factor": 0.5}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+]
+
+
+@pytest.mark.parametrize("family, changes", SOMETIMES, ids=[family for family, _ in SOMETIMES])
+@torch.no_grad()
+def test_what_only_some_models_of_a_family_have_stays(family: str, changes: dict[str, Any]) -> None:
+    model, tokens = build_family(family, **changes), tokens_of()
+    expected = model(tokens).logits
+    if changes.keys() & {"clip_qkv", "no_rope_layers", "qk_layernorm", "scale_attn_by_inverse_layer_idx"}:
+        assert not torch.allclose(expected, build_family(family)(tokens).logits, atol=1e-3)
+    adopt(model, **OPEN)
+    close(model(tokens).logits, expected)
+    cache = model(tokens[:, :9]).past_key_values
+    close(model(tokens[:, 9:], past_key_values=cache).logits, expected[:, 9:])
 
 
 @every_family
@@ -118,6 +147,20 @@ def test_a_document_that_begins_behind_a_cache_is_refused(family: str) -> None:
         found = model(tokens[:, cut:], **later).logits
         close(found[0, max(6 - cut, 0) :], expected[0, max(6, cut) :])
         close(found[1], expected[1, cut:])
+
+
+def test_windows_in_a_static_cache_keep_documents_and_padding_apart() -> None:
+    """`generate` makes a matrix of windows, which knows of padding and not of documents."""
+    model, tokens = adopted("mistral", {"sliding_window": WINDOW}), tokens_of(2, 9)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    static = {**options, "cache_implementation": "static", "disable_compile": True}
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    expected = model.generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(model.generate(tokens, attention_mask=mask, **static), expected)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
+    with pytest.raises(ValueError, match="must not hold packed documents"):
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), position_ids=packed, **static)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])

@@ -142,15 +142,16 @@ def before_body(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     """The hook before a whole body: what its attention modules are not told otherwise.
 
     GPT-2 keeps from its layers that attentions are asked for. A mask that is a matrix ``[B, 1, Lq, Lk]`` comes from the
-    caller, as in tree decoding: it says by itself what sees what, so that positions say nothing of documents.
+    caller, as in tree decoding: it says by itself what sees what, so that positions say nothing of documents. Beside a
+    static cache it may come from `generate`, which makes one of windows.
     """
     given = (*args, *kwargs.values())
     matrix = next((one for one in given if isinstance(one, Tensor) and one.dim() == 4), None)
+    cache = next((one for one in given if isinstance(one, transformers.Cache)), None)
     if matrix is not None and not torch.compiler.is_compiling():
-        cache = next((one for one in given if isinstance(one, transformers.Cache)), None)
         refuse_matrix(matrix, 0 if cache is None else int(cache.get_seq_length()))
-    told = {"tra_output_attentions": kwargs.get("output_attentions"), "tra_matrix": matrix is not None}
-    return args, {**kwargs, **told}
+    decides = matrix is not None and (cache is None or not cache.is_compileable)
+    return args, {**kwargs, "tra_output_attentions": kwargs.get("output_attentions"), "tra_matrix": decides}
 
 
 def refuse_matrix(mask: Tensor, cached: int) -> None:
