@@ -39,6 +39,17 @@ def test_a_folder_replaces_what_was_there(tmp_path: Path) -> None:
     assert names(tmp_path / "made") == {"second"}
 
 
+def test_a_file_never_replaces_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").mkdir()
+    (tmp_path / "notes.txt" / "thesis").write_text("years of work")
+    with pytest.raises(IsADirectoryError, match=f"a file does not replace: '{tmp_path / 'notes.txt'}'"):
+        write_text(tmp_path / "notes.txt", "words")
+    with pytest.raises(IsADirectoryError, match="a file does not replace"):
+        write_json(tmp_path / "notes.txt", {})
+    assert names(tmp_path) == {"notes.txt"}
+    assert (tmp_path / "notes.txt" / "thesis").read_text() == "years of work"
+
+
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_after_an_error_what_was_there_stays_and_nothing_else(tmp_path: Path, kind: type[BaseException]) -> None:
     write_text(tmp_path / "notes.txt", "before")

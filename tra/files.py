@@ -25,7 +25,8 @@ PARTIAL = ".partial"
 def written_aside(path: Path) -> Iterator[Path]:
     """Yield a place beside ``path`` to write a file or a folder to, which becomes ``path`` when the block ends well.
 
-    It is flushed to the disk before it is renamed, and replaces what was there. After an error nothing is left of it.
+    It is flushed to the disk before it is renamed, and replaces what was there, but a file never replaces a folder.
+    After an error nothing is left of it.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     _remove(aside)
@@ -36,6 +37,8 @@ def written_aside(path: Path) -> Iterator[Path]:
                 _sync(part)
         _sync(aside)
         if path.is_dir():
+            if not aside.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "Is a folder, which a file does not replace", str(path))
             remove_folder(path)
         os.replace(aside, path)
         _sync(path.parent)

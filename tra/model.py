@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tra.attention import Cache, Context
 from tra.attention.base import check_stream
 from tra.attention.cache import StaticCache
+from tra.attention.naming import find_mechanisms
 from tra.config import SIZES, DecoderConfig, sized
 from tra.distributed import ContextParallel, context_parallel, current
 from tra.generation import GREEDY, Reader, Sampling, check_tokens, stream_tokens
@@ -302,12 +304,17 @@ class Decoder(nn.Module):
             if shards is None:
                 return read_here(tokens)
             if not len(caches[0]) and tokens.shape[1] >= shards.size:
-                return read_together(shards, shards.shard(tokens), None if mask is None else shards.shard(mask))
+                return read_together(shards, tokens)
             with context_parallel(None):  # every process has read everything
                 return read_here(tokens)
 
-        def read_together(shards: ContextParallel, tokens: Tensor, key_mask: Tensor | None) -> Tensor:
-            scores = self(tokens, cache=caches, key_mask=key_mask, logits_to_keep=1)[:, -1]
+        def read_together(shards: ContextParallel, tokens: Tensor) -> Tensor:
+            for piece in self.split_rounds(shards, READ_AT_ONCE, tokens):
+                held = len(caches[0])
+                own = None
+                if mask is not None:
+                    own = torch.cat([mask[:, :held], shards.shard(mask[:, held : held + piece.shape[1]])], 1)
+                scores = self(shards.shard(piece), cache=caches, key_mask=own, logits_to_keep=1)[:, -1]
             return shards.exchange(scores.contiguous())[-1]  # of the last token, which the last process has
 
         def read_here(tokens: Tensor) -> Tensor:
@@ -317,6 +324,13 @@ class Decoder(nn.Module):
             return scores
 
         return read
+
+    def split_rounds(self, shards: ContextParallel, size: int, tokens: Tensor) -> tuple[Tensor, ...]:
+        """``[B, L, ...]`` in the pieces that processes read together, one after another through a cache: of at most
+        ``size`` tokens for each of them where a mechanism's memory grows with rows x keys, otherwise in one."""
+        if all(mechanism.takes_shards for mechanism in find_mechanisms(self.config.attention)):
+            return (tokens,)
+        return tokens.tensor_split(math.ceil(tokens.shape[1] / (size * shards.size)), dim=1)
 
     def _context(
         self,
@@ -340,11 +354,12 @@ class Decoder(nn.Module):
         context.check(embedded)
         processes = current()
         if processes is not None:
-            if cache is not None and lengths[0]:
-                raise ValueError(
-                    f"cache must be empty for sequences that processes share, it holds {lengths[0]} tokens"
-                )
-            context = context._replace(shards=(processes, processes.layout(embedded, key_mask, segment_ids)))
+            held = len(caches[0] or ())
+            if held and segment_ids is not None:
+                raise ValueError("segment_ids must be None behind a cache in sequences that processes share")
+            own = None if key_mask is None else key_mask[:, held : held + embedded.shape[1]]
+            cached = -1 if cache is None else held
+            context = context._replace(shards=(processes, processes.layout(embedded, own, segment_ids, cached)))
         return context, caches
 
 

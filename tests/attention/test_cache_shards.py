@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.distributed.threads import in_threads
-from tra.attention import MECHANISMS, Attention, Cache, Context
+from tra.attention import MECHANISMS, Attention, Cache, Context, RotaryAttention
 from tra.attention.cache_shards import ShardCache
 from tra.distributed import ContextParallel
 
@@ -81,7 +81,31 @@ def test_a_shard_is_remembered_once_and_what_goes_on_has_no_gradients() -> None:
         cache.append(tokens)
         with pytest.raises(ValueError, match="of its shard once, got 3"):
             cache.append(tokens)
-        with pytest.raises(ValueError, match="behind must be None where gradients are recorded"):
+        with pytest.raises(ValueError, match="cache must be None where processes share sequences and gradients"):
             ShardCache(shards, cache.layout, Cache()).append(tokens.requires_grad_())
 
     in_threads(2, 16, twice)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_many_rows_are_read_piece_by_piece_with_the_gradients_of_all_at_once(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = RotaryAttention(16, 2, dropout=dropout).double()
+    before, x = torch.randn(2, 13, 16).double(), torch.randn(2, 24, 16).double().requires_grad_()
+
+    def output_and_gradient() -> tuple[Tensor, Tensor]:
+        cache = Cache()
+        attention(before, Context(cache))
+        torch.manual_seed(5)
+        out = attention(x, Context(cache))
+        return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
+
+    expected = output_and_gradient()
+    monkeypatch.setattr("tra.attention.base.PAIRS_AT_ONCE", 10 * 37)
+    found = output_and_gradient()
+    if dropout == 0.0:
+        assert_close(found, expected)
+    # What backward computes again drops the same weights.
+    monkeypatch.setattr("tra.attention.base.checkpoint", lambda call, *given, use_reentrant: call(*given))
+    assert_close(found, output_and_gradient(), rtol=0.0, atol=0.0)

@@ -56,6 +56,17 @@ def test_a_saved_cache_goes_on_where_the_text_ended(exported: Path, tmp_path: Pa
     assert "is no intact cache" in fails(wrong, capsys, 1)
 
 
+def test_a_place_where_no_cache_can_be_saved_is_named_before_anything_is_written(
+    exported: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("years of work")
+    for name, reason in (("thesis", "something that is no file has this name"), ("no/cache", "there is no folder")):
+        command = ["generate", str(exported), "--prompt", "The", "--json", "--save-cache", str(tmp_path / name)]
+        assert f"could not write the cache {tmp_path / name}: {reason}" in fails(command, capsys, 1)
+    assert (tmp_path / "thesis" / "chapter").read_text() == "years of work"
+
+
 @pytest.mark.parametrize(
     "options, new, sampling, beams",
     [

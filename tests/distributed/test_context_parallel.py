@@ -247,13 +247,16 @@ print(message(lambda: shards.layout(torch.zeros(1, rank, 4))))
 print(message(lambda: shards.shard(torch.zeros(1, 1))))
 print(message(lambda: ContextParallel(chunk=0)))
 with context_parallel(shards):
-    rope = Decoder(DecoderConfig(vocabulary=6, layers=1, heads=1, width=8, attention="rope"))
-    print(message(lambda: rope(torch.zeros(1, 3, dtype=torch.long))))
+    selective = Decoder(DecoderConfig(vocabulary=6, layers=1, heads=1, width=8, attention="selective"))
+    print(message(lambda: selective(torch.zeros(1, 3, dtype=torch.long))))
     tra = Decoder(DecoderConfig(vocabulary=6, layers=1, heads=1, width=8))
     cache = tra.new_cache()
     for layer in cache:
         layer.append(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))
-    print(message(lambda: tra(torch.zeros(1, 3, dtype=torch.long), cache=cache)))
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    print(message(lambda: tra(tokens, cache=cache)))
+    print(message(lambda: tra(tokens, cache=cache if rank else None)))
+    print(message(lambda: tra(tokens, cache=cache, segment_ids=torch.zeros(1, 4, dtype=torch.long))))
 from contextlib import nullcontext
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as by_pytorch, implicit_replication
@@ -283,12 +286,13 @@ def test_wrong_shards_are_refused_in_every_process(tmp_path: Path) -> None:
         assert "every process must hold at least one token, rank 0 holds none" in lines[2]
         assert "at least a token for each of 2 processes, got 1" in lines[3]
         assert "chunk must be at least 1, got 0" in lines[4]
-        assert "RotaryAttention" in lines[5]
-        assert "on CUDA only" in lines[5]
-        assert "cache must be empty for sequences that processes share, it holds 1 tokens" in lines[6]
+        assert "attention must not be SelectiveAttention in context_parallel: its tokens change" in lines[5]
+        assert "cache must be None where processes share sequences and gradients are recorded" in lines[6]
+        assert "the same number of cached tokens (-1 without a cache): " in lines[7]
+        assert "segment_ids must be None behind a cache" in lines[8]
         # A PyTorch that serves one of these on the CPU could serve the baselines there: by its own choice of kernel, by
         # matrix products, and by those with tensors taken for replicas, where it gives wrong numbers.
-        assert lines[7:] == ["NotImplementedError", "RuntimeError", "False"]
+        assert lines[9:] == ["NotImplementedError", "RuntimeError", "False"]
 
 
 def test_without_a_process_group_it_says_so() -> None:

@@ -9,15 +9,17 @@ from accelerate import ParallelismConfig
 from safetensors.torch import load_file
 
 from tests.distributed.processes import run
+from tests.language_run import text_recipe, write_text
 from tests.runs.tiny import launched
 from tra.generation import Sampling
 from tra.hub.generation import generate, load
 from tra.hub.parallel import shard_batch
 from tra.model import Decoder, DecoderConfig
-from tra.runs import evaluate
+from tra.runs import evaluate, train
 
 TORCHRUN = ["torch.distributed.run", "--standalone"]
 LENGTHS = (30, 130, 600)
+IN_ROUNDS = "tra.runs.evaluation.TOKENS_PER_PIECE = 70\n"
 COMMAND = """
 import contextlib, os, sys
 from tra.cli import main
@@ -47,12 +49,29 @@ def test_evaluation_by_groups_that_share_sequences(language_run: Path, tmp_path:
     assert (tmp_path / "out-1").read_text() == ""
 
 
+def test_evaluation_of_a_mechanism_that_reads_all_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds, because it would hold the scores of all rows otherwise; the last pieces are shorter."""
+    monkeypatch.setenv("TRA_CACHE", str(tmp_path / "cache"))
+    folder = train(text_recipe(write_text(tmp_path / "text"), "rope+tra"), tmp_path / "run").folder
+    (tmp_path / "program.py").write_text(f"import tra.runs.evaluation\n{IN_ROUNDS}{COMMAND}")
+    launched(
+        [*TORCHRUN, "--nproc-per-node=2"],
+        *(str(tmp_path / "program.py"), str(tmp_path / "out"), "evaluate", str(folder), "--examples", "3"),
+        *("--lengths", *map(str, LENGTHS), "--context-parallel", "2", "--json"),
+    )
+    found = json.loads((tmp_path / "out-0").read_text())["results"]
+    for one, other in zip(found, evaluate(folder, lengths=LENGTHS, examples=3), strict=True):
+        for name, value in other.to_dict().items():
+            assert one[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
+
+
 def test_too_many_processes_for_a_run_are_refused(language_run: Path) -> None:
     with pytest.raises(ValueError, match="context_parallel must divide the number of processes, 1, got 2"):
         evaluate(language_run, context_parallel=2)
 
 
 PROMPT = """
+import tra.model
 from safetensors.torch import save_file
 from tests.distributed.test_reading import config, packed, prompt
 from tra.distributed import ContextParallel, context_parallel
@@ -60,6 +79,7 @@ from tra.hub.generation import generate, load
 from tra.hub.parallel import shard_batch
 from tra.model import Decoder
 shards = ContextParallel(timeout=200, chunk=16)
+tra.model.READ_AT_ONCE = 20  # what reads all keys reads in rounds
 for attention, options in config():
     torch.manual_seed(0)
     model = Decoder(options).eval()
@@ -69,7 +89,8 @@ for attention, options in config():
         scores = model.reader(cache)(tokens, mask)
         written = model.generate(tokens, 12, key_mask=mask)
         assert len(cache[0]) == tokens.shape[1]
-    save_file({"scores": scores, "written": written, "key": cache[1].stored[0].contiguous()},
+        weights = model.attention_weights(shards.shard(tokens), key_mask=shards.shard(mask))[1]
+    save_file({"scores": scores, "written": written, "key": cache[1].stored[0].contiguous(), "weights": weights},
               folder / f"{attention}-{rank}.safetensors")
 model, tokenizer = load(Path(sys.argv[4]))
 with context_parallel(shards):
@@ -104,7 +125,8 @@ def packed(vocabulary: int) -> dict[str, torch.Tensor]:
 def config() -> list[tuple[str, DecoderConfig]]:
     given = {"vocabulary": 11, "layers": 2, "heads": 2, "width": 16}
     without = DecoderConfig(**given, attention_options={"qk_norm": False})
-    return [("tra", DecoderConfig(**given)), ("norms", without)]
+    others = [(name, DecoderConfig(**given, attention=name)) for name in ("rope", "rope+tra", "fot")]
+    return [("tra", DecoderConfig(**given)), ("norms", without), *others]
 
 
 def prompt() -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,6 +149,9 @@ def test_a_prompt_that_processes_read_together_and_a_batch_that_they_share(langu
             assert torch.equal(part["scores"], parts[0]["scores"])
             torch.testing.assert_close(part["scores"], scores)
             torch.testing.assert_close(part["key"], cache[1].stored[0])
+        whole = model.attention_weights(tokens, key_mask=mask)[1].detach()
+        for part, (begin, end) in zip(parts, ((0, 45), (45, 90)), strict=True):
+            torch.testing.assert_close(part["weights"], whole[:, :, begin:end, :end])
     expected = generate(*load(language_run), "The river rises in the hills", 12)["text"]
     for out in outputs:
         *text, generates, packs = out.splitlines()

@@ -47,8 +47,24 @@ def test_a_number_that_does_not_divide_the_processes_is_refused(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_mechanism_on_pytorchs_attention_is_refused_by_name() -> None:
-    """What PyTorch does with it is in test_wrong_shards_are_refused_in_every_process."""
-    model = Decoder(replace(MODEL, attention="rope"))
-    with pytest.raises(ValueError, match=r"must be 1 for rope: RotaryAttention .* works on CUDA only"):
+def test_a_mechanism_that_reads_all_keys_goes_on_from_one_process_and_in_one_process(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, model=replace(MODEL, attention="rope"), schedule="constant")
+    train(recipe, tmp_path / "alone")
+    folder = tmp_path / "run"
+    begin(recipe, folder)
+    shutil.copy(tmp_path / "alone/metrics.jsonl", folder)
+    shutil.copytree(tmp_path / "alone/checkpoints/step-00000004", folder / "checkpoints/step-00000004")
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launched(torchrun, "-m", "tra", "train", "--resume", str(folder), "--context-parallel", "2")
+    assert_same_run(folder, tmp_path / "alone", 8)
+    for path in (folder, tmp_path / "alone"):
+        train(recipe.extended(12), path)
+    assert_same_run(folder, tmp_path / "alone", 12)
+
+
+@pytest.mark.parametrize("attention", ["selective", "rope+selective"])
+def test_selective_attention_is_refused_with_the_reason(attention: str) -> None:
+    model = Decoder(replace(MODEL, attention=attention))
+    reason = r"context_parallel must be 1 for .*selective, got 2: SelectiveAttention .* other processes hold"
+    with pytest.raises(ValueError, match=reason):
         share_sequences(model, torch.device("cpu"), 2, 2)

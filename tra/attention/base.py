@@ -2,16 +2,24 @@
 
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tra.attention import flex
 from tra.attention.cache import StaticCache, WeightProbeCache
+from tra.attention.cache_shards import reading_all_keys
 from tra.attention.context import Context
 from tra.attention.dense import dense_mix
+
+PAIRS_AT_ONCE = 1 << 26
+"""Of rows and keys, of which a matrix says who sees whom: beyond, it is made piece by piece, and again in backward."""
+NOT_SHARED = "its tokens change what earlier ones have stored, which other processes hold"
+"""Why a mechanism that ``revises_cache`` refuses sequences that processes share."""
 
 
 class Attention(nn.Module, ABC):
@@ -36,7 +44,8 @@ class Attention(nn.Module, ABC):
     """Whether later tokens change cached values of earlier ones; such a cache cannot be cropped."""
 
     takes_shards: ClassVar[bool] = False
-    """Whether it supports sequences that several processes share."""
+    """Whether it asks other processes for keys by itself where they share sequences; if not, it gets those of all
+    processes before it, as from a cache."""
 
     takes_static_cache: ClassVar[bool] = False
     """Whether it reads buffers of a fixed size (:class:`~tra.attention.cache.StaticCache`)."""
@@ -87,12 +96,10 @@ class Attention(nn.Module, ABC):
         Mechanisms with plain distance count padding between tokens. Padding at the ends changes nothing.
         """
         context = self._fitting(x, context)
-        if context.shards is not None and not self.takes_shards:
-            raise ValueError(
-                f"attention must go through the operator of this package to share sequences, {type(self).__name__} "
-                "does not; PyTorch's own torch.distributed.tensor.experimental.context_parallel serves what goes "
-                "through scaled_dot_product_attention, on CUDA only: it has no sharding for the CPU's kernels"
-            )
+        if context.shards is not None and (not self.takes_shards or len(context.cache or ())):
+            if self.revises_cache:
+                raise ValueError(f"attention must not be {type(self).__name__} in context_parallel: {NOT_SHARED}")
+            context = reading_all_keys(context)
         if isinstance(context.cache, StaticCache) and not self.takes_static_cache:
             raise ValueError(
                 f"cache must not be static for {type(self).__name__}, whose rule needs the number of tokens"
@@ -130,6 +137,8 @@ class Attention(nn.Module, ABC):
 
     def _probed(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The weights (the rule's output for an identity matrix as values), and the values of all tokens."""
+        if context.shards is not None:  # all weights need all keys
+            context = reading_all_keys(context)
         probe = WeightProbeCache(context.cache, value, key.dtype)
         mask = context.key_mask
         if mask is not None and isinstance(context.cache, StaticCache):  # of which the probe gives what is filled
@@ -195,6 +204,8 @@ def causal_softmax_attention(
     is_causal, mask = False, None
     if not masked and queries == keys:
         is_causal = True
+    elif not masked and queries * keys > PAIRS_AT_ONCE and queries > 1:
+        return _by_pieces_of_rows(query, key, value, context, dropout)
     elif masked or queries != 1:
         mask = context.visible(query, key)
         if bias is not None:
@@ -208,6 +219,18 @@ def causal_softmax_attention(
         is_causal=is_causal,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _by_pieces_of_rows(query: Tensor, key: Tensor, value: Tensor, context: Context, dropout: float) -> Tensor:
+    """As `causal_softmax_attention`: SDPA must be told in a matrix what new tokens see, unless they are all tokens."""
+    first, rows = key.shape[2] - query.shape[2], max(1, PAIRS_AT_ONCE // key.shape[2])
+    pieces, end = [], first
+    for piece in query.split(rows, dim=2):
+        end += piece.shape[2]
+        seen = key[:, :, :end], value[:, :, :end], context._replace(terms=None)
+        of_piece = partial(causal_softmax_attention, dropout=dropout)
+        pieces.append(checkpoint(of_piece, piece, *seen, use_reentrant=False))
+    return torch.cat(pieces, 2)
 
 
 def distances(query: Tensor, key: Tensor) -> Tensor:

@@ -95,6 +95,15 @@ def _take_place(file: BinaryIO, size: int) -> None:
                 raise
 
 
+def check_place(path: Path | str) -> None:
+    """Raise a RunError where no cache can be saved, before what it is to hold is read."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise RunError(f"could not write the cache {path}: something that is no file has this name")
+    if not path.parent.is_dir():
+        raise RunError(f"could not write the cache {path}: there is no folder {path.parent}")
+
+
 def save_cache(
     path: Path | str, caches: Sequence[Cache], about: Mapping[str, str | None], tokens: Tensor | None = None
 ) -> None:
@@ -113,8 +122,7 @@ def save_cache(
         raise ValueError("cache must hold at least one token to be saved")
     if len(set(lengths)) > 1:
         raise ValueError(f"cache must hold as many tokens in every layer to be saved, got {lengths}")
-    if path.exists() and not path.is_file():  # a folder would be replaced with all that it holds
-        raise RunError(f"could not write the cache {path}: something that is no file has this name")
+    check_place(path)
     tensors = {
         f"{layer}.{place}": tensor.detach().narrow(2, 0, len(cache)).contiguous()  # a StaticCache gives all its room
         for layer, cache in enumerate(caches)

@@ -202,13 +202,16 @@ class ContextParallel:
             except RuntimeError:
                 continue
 
-    def layout(self, tokens: Tensor, key_mask: Tensor | None = None, segment_ids: Tensor | None = None) -> Layout:
+    def layout(
+        self, tokens: Tensor, key_mask: Tensor | None = None, segment_ids: Tensor | None = None, cached: int = -1
+    ) -> Layout:
         """Who holds what, once for all layers of a forward pass.
 
         Args:
             tokens: ``[B, n, ...]`` of this process, floating point.
             key_mask: ``[B, n]`` of this process.
             segment_ids: ``[B, n]`` of this process; the same number is the same document in all of them.
+            cached: tokens in a cache that all of them have; -1 without a cache.
         """
         batch, count = tokens.shape[:2]
         device, dtype = tokens.device.type, tokens.dtype
@@ -221,6 +224,7 @@ class ContextParallel:
             "key_mask or none": int(key_mask is not None),
             "segment_ids or none": int(segment_ids is not None),
             "chunk": self.chunk,
+            "number of cached tokens (-1 without a cache)": cached,
         }
         all_of_them = [each.tolist() for each in self.exchange(torch.tensor(list(mine.values())))]
         for rank, theirs in enumerate(all_of_them):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from tra.attention.cache_file import check_place
 from tra.distributed import context_parallel, current
 from tra.environment import best_device
 from tra.errors import RunError
@@ -91,6 +92,8 @@ def generate(
     """
     ids = prompt_ids(tokenizer, prompt)
     check_seed(seed)
+    if save_cache is not None:
+        check_place(save_cache)
     began = time.perf_counter()
     by_transformers = beams > 1 or asks_for_more(model)
     past, earlier = None, None
@@ -229,8 +232,10 @@ def reader(model: TraForCausalLM, past: transformers.Cache | None = None) -> Rea
         if shards is None:
             return read_here(tokens)
         if not past.get_seq_length() and tokens.shape[1] >= shards.size:
-            mine = shards.shard(tokens)
-            scores = model(input_ids=mine, past_key_values=past, logits_to_keep=1, return_dict=True).logits[:, -1]
+            for piece in model.model.decoder.split_rounds(shards, READ_AT_ONCE, tokens):
+                mine = shards.shard(piece)
+                out = model(input_ids=mine, past_key_values=past, logits_to_keep=1, return_dict=True)
+            scores = out.logits[:, -1]
             return shards.exchange(scores.contiguous())[-1]  # of the last token, which the last process has
         with context_parallel(None):  # every process has read everything
             return read_here(tokens)

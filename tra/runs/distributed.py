@@ -12,6 +12,7 @@ from accelerate.state import DistributedType, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
+from tra.attention.base import NOT_SHARED
 from tra.attention.naming import find_mechanisms
 from tra.distributed import ContextParallel, context_parallel
 from tra.lookup import lookup
@@ -50,24 +51,23 @@ def make_accelerator(folder: Path | None = None, track: Sequence[str] = (), devi
     return accelerator
 
 
-def check_sharing(count: int, processes: int) -> None:
-    """Raise a ValueError unless so many of the processes can share each sequence."""
+def check_sharing(attention: str, count: int, processes: int) -> None:
+    """Raise a ValueError unless so many of the processes can share each sequence of a model with these mechanisms."""
     if count < 1 or processes % count:
         raise ValueError(f"context_parallel must divide the number of processes, {processes}, got {count}")
+    for mechanism in find_mechanisms(attention):
+        if count > 1 and mechanism.revises_cache:
+            raise ValueError(
+                f"context_parallel must be 1 for {attention}, got {count}: {mechanism.__name__} cannot share "
+                f"sequences, because {NOT_SHARED}"
+            )
 
 
 def share_sequences(model: Decoder, device: torch.device, count: int, processes: int) -> ContextParallel | None:
     """Groups of so many processes that share each sequence: a mesh of data parallel x context parallel."""
-    check_sharing(count, processes)
+    check_sharing(model.config.attention, count, processes)
     if count == 1:
         return None
-    for mechanism in find_mechanisms(model.config.attention):
-        if not mechanism.takes_shards:
-            raise ValueError(
-                f"context_parallel must be 1 for {model.config.attention}: {mechanism.__name__} does not go through "
-                "the operator of this package; PyTorch's context parallelism of scaled_dot_product_attention works on "
-                "CUDA only and is not used here"
-            )
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(device.type, (processes // count, count), mesh_dim_names=("data", "context"))

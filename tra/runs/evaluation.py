@@ -166,7 +166,7 @@ def predict(model: Decoder, batches: Iterable[Batch], shards: ContextParallel | 
             mine = None
             if own < len(turn):
                 batch = turn[own].to(device)
-                mine = _predict(model, batch) if shards is None else _predict_shard(model, batch, shards)
+                mine = [_predict(model, batch)] if shards is None else _predict_shard(model, batch, shards)
             yield from _of_all(mine, processes, sharing)
     finally:
         model.train(was_training)
@@ -177,34 +177,43 @@ def _processes() -> tuple[int, int]:
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
-def _of_all(mine: Prediction | None, processes: int, sharing: int) -> Iterator[Prediction]:
+def _of_all(mine: list[Prediction] | None, processes: int, sharing: int) -> Iterator[Prediction]:
     found = [mine]
     if processes > 1:
         found = [None] * processes
         dist.all_gather_object(found, mine)
-    whole = [prediction for prediction in found if prediction is not None]
+    whole = [rounds for rounds in found if rounds is not None]
     for start in range(0, len(whole), sharing):
-        parts = whole[start : start + sharing]
+        parts = [part for parts in zip(*whole[start : start + sharing], strict=True) for part in parts]
         yield parts[0] if sharing == 1 else Prediction(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
 
 
 def _predict(model: Decoder, batch: Batch) -> Prediction:
     inputs, targets, counted = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.counted[:, 1:]
-    cache, size = None, TOKENS_PER_PIECE
-    if inputs.shape[1] > TOKENS_PER_PIECE:
-        cache, size = model.new_cache(), min(TOKENS_PER_PIECE, max(64, SCORES_PER_PIECE // inputs.numel()))
-    pieces = zip(*(split_tokens(x, size) for x in (inputs, targets)), strict=True)
+    cache = model.new_cache() if inputs.shape[1] > TOKENS_PER_PIECE else None
+    pieces = zip(*(split_tokens(x, _size_of_piece(inputs)) for x in (inputs, targets)), strict=True)
     return _joined((_judged(model(piece, cache=cache), target) for piece, target in pieces), counted)
 
 
-def _predict_shard(model: Decoder, batch: Batch, shards: ContextParallel) -> Prediction:
-    """This process's part of what the processes that share a batch find; their keys stay where they are."""
+def _size_of_piece(inputs: Tensor) -> int:
+    if inputs.shape[1] <= TOKENS_PER_PIECE:
+        return TOKENS_PER_PIECE
+    return min(TOKENS_PER_PIECE, max(64, SCORES_PER_PIECE // inputs.numel()))
+
+
+def _predict_shard(model: Decoder, batch: Batch, shards: ContextParallel) -> list[Prediction]:
+    """This process's part of what the processes that share a batch find, in each round of reading."""
     whole = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.counted[:, 1:]
-    inputs, targets, counted = (shards.shard(x) for x in whole)
-    with context_parallel(shards):
-        hidden = model.hidden(inputs)
-    pieces = zip(hidden.split(TOKENS_PER_PIECE, dim=1), targets.split(TOKENS_PER_PIECE, dim=1), strict=True)
-    return _joined((_judged(model.head(piece), target) for piece, target in pieces), counted)
+    rounds = list(zip(*(model.split_rounds(shards, _size_of_piece(whole[0]), x) for x in whole), strict=True))
+    cache = model.new_cache() if len(rounds) > 1 else None  # otherwise keys stay where they are
+    found = []
+    for each in rounds:
+        inputs, targets, counted = (shards.shard(x) for x in each)
+        with context_parallel(shards):
+            hidden = model.hidden(inputs, cache=cache)
+        pieces = zip(hidden.split(TOKENS_PER_PIECE, dim=1), targets.split(TOKENS_PER_PIECE, dim=1), strict=True)
+        found.append(_joined((_judged(model.head(piece), target) for piece, target in pieces), counted))
+    return found
 
 
 def _joined(pieces: Iterable[tuple[Tensor, Tensor]], counted: Tensor) -> Prediction:

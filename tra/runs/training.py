@@ -96,7 +96,7 @@ def train(
 def _check_division(recipe: Recipe, accelerator: Accelerator, context_parallel: int) -> None:
     """Whether the processes can share the batch, and each its part of memory."""
     processes = accelerator.num_processes
-    check_sharing(context_parallel, processes)
+    check_sharing(recipe.model.attention, context_parallel, processes)
     pieces = processes // context_parallel * recipe.accumulate
     if recipe.batch % pieces:
         raise ValueError(
