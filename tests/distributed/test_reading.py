@@ -61,8 +61,9 @@ def test_evaluation_of_a_mechanism_that_reads_all_keys(tmp_path: Path, monkeypat
     )
     found = json.loads((tmp_path / "out-0").read_text())["results"]
     for one, other in zip(found, evaluate(folder, lengths=LENGTHS, examples=3), strict=True):
-        for name, value in other.to_dict().items():
-            assert one[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
+        for name, value in other.to_dict().items():  # losses by position are rounded to 6 digits
+            near = isinstance(value, float | list)
+            assert one[name] == (pytest.approx(value, rel=1e-6, abs=2e-6) if near else value), name
 
 
 def test_too_many_processes_for_a_run_are_refused(language_run: Path) -> None:
