@@ -156,6 +156,27 @@ def test_what_is_wrong_is_one_line(arguments: list[str], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--json=5", "here"], "--json takes no value, got '5'; write --json or --no-json"),
+        (["here", "--no-json=1"], "--no-json takes no value, got '1'; write --json or --no-json"),
+        (["--mixed=", "here"], "--mixed takes no value, got ''; write --mixed or --no-mixed"),
+        (["here", "--json", "5"], "--json takes no value, got '5'; write --json or --no-json"),
+        (["--no-mixed", "False", "here"], "--no-mixed takes no value, got 'False'; write --mixed or --no-mixed"),
+    ],
+)
+def test_a_switch_that_is_given_a_value_is_named(arguments: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"):
+        parse(Some, arguments, "some")
+
+
+def test_a_word_after_a_switch_that_belongs_elsewhere_is_not_called_its_value() -> None:
+    assert parse(Some, ["--json", "here"], "some").place == Path("here")
+    with pytest.raises(ValueError, match="^tra some does not expect 'word' here"):
+        parse(Some, ["--json", "here", "word"], "some")
+
+
 @pytest.mark.parametrize("command", ["evaluate", "inspect", "export", "generate"])
 def test_what_must_be_given_is_named(command: str, capsys: Captured) -> None:
     assert fails([command], capsys) == f"RUN must be given; see tra {command} --help"

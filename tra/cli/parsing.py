@@ -32,6 +32,9 @@ MOST_THREADS = 4096
 
 ALIASES = {"--model.options": "--model.attention-options"}
 
+TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+"""What a switch may have been given as its value."""
+
 OPTION_NAME = re.compile(r"--[\w.-]+")
 NEGATIVE_NUMBER = re.compile(r"-[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
 
@@ -175,13 +178,15 @@ def _given(kind: type, arguments: Sequence[str], command: str) -> dict[str, Any]
     options = arguments_of(kind)
     named = [option for option in options if not option.is_positional]
     by_place = [option for option in options if option.is_positional]
-    found, words = _parser(named).parse_known_args(_spelled(arguments, named))
+    spelled = _spelled(arguments, named)
+    found, words = _parser(named).parse_known_args(spelled)
     given = vars(found)
     given |= {option.key: option.converted(given[option.key]) for option in named if option.key in given}
     for place, word in enumerate(words):
         if word.startswith("-"):
             raise ValueError(_unknown(word, kind, command))
         if place >= len(by_place):
+            _refuse_value_of_switch(word, spelled, named)
             raise ValueError(f"tra {command} does not expect {word!r} here; see tra {command} --help")
         given[by_place[place].key] = by_place[place].converted(word)
     return given
@@ -332,13 +337,33 @@ def _spelled(arguments: Sequence[str], options: Sequence[Argument]) -> list[str]
     A number such as -1e-3 is joined to the option before it, since argparse takes it for an option.
     """
     takes_one = {option.name for option in options if option.kind is not bool and not option.is_list}
+    switches = _switches(options)
     found: list[str] = []
     for argument in map(_without_alias, arguments):
+        name, equals, value = argument.partition("=")
+        if equals and name in switches:
+            raise ValueError(_takes_no_value(switches[name], name, value))
         if found and found[-1] in takes_one and NEGATIVE_NUMBER.fullmatch(argument):
             found[-1] += f"={argument}"
         else:
             found.append(argument)
     return found
+
+
+def _switches(options: Sequence[Argument]) -> dict[str, Argument]:
+    return {name: option for option in options if option.kind is bool for name in option.names}
+
+
+def _takes_no_value(option: Argument, name: str, value: str) -> str:
+    return f"{name} takes no value, got {value!r}; write {' or '.join(option.names)}"
+
+
+def _refuse_value_of_switch(surplus: str, spelled: Sequence[str], options: Sequence[Argument]) -> None:
+    """Raise the error that names the switch, where one word is too many and a switch was given a value."""
+    switches = _switches(options)
+    for name, value in itertools.pairwise(spelled):
+        if name in switches and (value == surplus or value.lower() in TRUTHS):
+            raise ValueError(_takes_no_value(switches[name], name, value))
 
 
 def _without_alias(argument: str) -> str:
