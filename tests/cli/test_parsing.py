@@ -173,7 +173,7 @@ def test_a_switch_that_is_given_a_value_is_named(arguments: list[str], named: st
 
 def test_a_word_after_a_switch_that_belongs_elsewhere_is_not_called_its_value() -> None:
     assert parse(Some, ["--json", "here"], "some").place == Path("here")
-    with pytest.raises(ValueError, match="^tra some does not expect 'word' here"):
+    with pytest.raises(ValueError, match=r"^tra some does not expect 'word' here"):
         parse(Some, ["--json", "here", "word"], "some")
 
 

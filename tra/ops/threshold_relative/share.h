@@ -89,7 +89,8 @@ struct BackwardWorker {
         // A gradient in half precision is rounded once, when it is complete.
         parts[block].high = share.blocks > 1 && plan.type != kFloat32 ? high : low;
         parts[block].width = p.width + p.value_width;
-        int64_t finished = walk.run(batch, key_head, begin, end, &parts[block]);
+        walk.run(batch, key_head, begin, end, &parts[block]);
+        int64_t finished = walk.finished();
         while (finished > low) skip_key(plan, batch, key_head, --finished);
         if (--share.left[head] == 0) join(batch, key_head, parts);
     }

@@ -1,4 +1,4 @@
-// Keys and values of one stretch as the rows meet them, and the gradients that they get.
+// Keys and values of one stretch as the rows meet them.
 #pragma once
 
 #include "plan.h"
@@ -54,24 +54,6 @@ struct Tile {
         }
         if (count) block_end[blocks++] = count;
     }
-};
-
-// Gradients of the keys before `high` and of their values that some rows leave for others to add: from the nearest
-// key to the farthest that was visited, each key's before its value's.
-struct KeyGradients {
-    int64_t high = 0, count = 0, width = 0;
-    Buffer rows;
-
-    // Keys come in decreasing order; those between them have gradients of zero.
-    float* add(int64_t key) {
-        const int64_t place = high - 1 - key;
-        rows.reserve((place + 1) * width);
-        std::memset(rows.data + count * width, 0, (place - count) * width * sizeof(float));
-        count = place + 1;
-        return rows.data + place * width;
-    }
-    bool has(int64_t key) const { return key < high && key >= high - count; }
-    const float* find(int64_t key) const { return rows.data + (high - 1 - key) * width; }
 };
 
 }  // namespace
