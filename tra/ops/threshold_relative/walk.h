@@ -21,7 +21,8 @@ template <Mode kMode>
 class Walk {
    public:
     explicit Walk(const Plan& plan)
-        : plan_(plan), problem_(plan.problem), tile_(plan), groups_(plan), visitor_(plan, tile_, groups_), keys_(plan) {}
+        : plan_(plan), problem_(plan.problem), tile_(plan), groups_(plan), visitor_(plan, tile_, groups_),
+          keys_(plan) {}
     Walk(const Walk&) = delete;  // the visitor knows where the others are
 
     // Rows [begin, end) of all query heads that share one key head. Backward leaves the gradients of keys before
