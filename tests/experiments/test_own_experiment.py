@@ -135,7 +135,7 @@ def test_the_folder_is_called_after_the_file_unless_somebody_says(
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "must define an Experiment called experiment, got NoneType"),
+        ("", "must define an Experiment called experiment, got none"),
         ("experiment = {}", "must define an Experiment called experiment, got dict"),
     ],
 )

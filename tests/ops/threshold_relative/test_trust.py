@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.ops.inputs import random_inputs
 from tra.ops import threshold_relative_attention
-from tra.ops.threshold_relative import implementations, reference, triton
+from tra.ops.threshold_relative import implementations, op, reference, triton
 from tra.ops.threshold_relative.triton.tiles import Tile
 
 CPU = torch.device("cpu")
@@ -179,10 +179,8 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(triton, "CHECKED", ("cuda", "cpu"))
     monkeypatch.setattr(triton, "only_by_name", lambda inputs: False)
     monkeypatch.setattr(implementations, "_said", set())
-    for name in list(implementations.IMPLEMENTATIONS):
-        monkeypatch.delitem(implementations.IMPLEMENTATIONS, name)
-    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "triton", triton)
-    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "reference", reference)
+    for module in (implementations, op):
+        monkeypatch.setattr(module, "IMPLEMENTATIONS", {"triton": triton, "reference": reference})
     return examined
 
 
