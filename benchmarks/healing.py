@@ -1,24 +1,22 @@
-"""TRA in a pretrained model: what a small Llama keeps at once and after a short training.
+"""TRA in a pretrained model, as an experiment: what a small Llama keeps at once and after a short training.
 
-    python benchmarks/healing.py --data DATA --work WORK [--seeds 3] [--steps 0 200] [--settings NAME ...]
-    python benchmarks/healing.py --data DATA --work WORK --choices
-    python benchmarks/healing.py --work WORK --table FOLDER
+    tra reproduce benchmarks/healing.py --output WORK [--scale small] [--seeds 3] [--columns 0 50 200 1000]
+    tra reproduce benchmarks/healing.py --output WORK --scale choices
 
-A Llama is trained with RoPE on short windows of WikiText-2 (DATA holds train.txt, valid.txt and test.txt). Each setting
-changes the model and trains it for some more steps on such windows. Measured are the perplexity of the whole validation
-text by place in a window, and that of passages that occur a second time. `--choices` compares options of `adopt` on a
-part of the test text, so that defaults are not chosen on what is reported. Every measurement is added to
-WORK/results.jsonl, and what is there already is not done again. `--table` writes what was measured and the tables to a
-folder. Whether a model finds a key far away is measured by `benchmarks/healing_keys.py`.
+A Llama is trained with RoPE on short windows of WikiText-2. Each row changes the model, each column trains it for so
+many more steps on such windows. Measured are the perplexity of the whole validation text by place in a window, and that
+of passages that occur a second time. The scale "choices" compares options of `adopt` on a part of the test text, so
+that defaults are not chosen on what is reported. Every measurement is added to WORK/results.json, and what is there
+already is not done again. Whether a model finds a key far away is measured by `benchmarks/healing_keys.py`.
 """
 
-import argparse
 import copy
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +27,61 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from tra.environment import environment
+from tra.errors import RunError
+from tra.experiments import Experiment, Outcome, Request, Row
+from tra.experiments.grid import Grid
+from tra.files import read_json, write_text, written_aside
 from tra.hub import adopt
 from tra.hub.adopted_attention import TraGates
+from tra.model import DecoderConfig
+from tra.progress import progress, say
+from tra.recipes import Evaluation, Recipe, RecipeOf
+from tra.report.tables import Table, markdown
 from tra.runs.memory import reuse_memory
+from tra.text.source import SPLITS, Source
 
 WINDOW = 128
 """Tokens of a training window; nothing longer is ever trained on."""
-VOCABULARY, IN_TEXT, BATCH, PRETRAINING = 2048, 2037, 8, 1500
+VOCABULARY, IN_TEXT = 2048, 2037
 """Eleven tokens of the vocabulary are in no text."""
-PRETRAINING_RATE, RATE = 3e-3, 1e-3
-LENGTHS = (128, 1024, 4096)
-"""Perplexity is that of tokens up to each of these places in windows of the greatest, from the one before on."""
+RATE = 1e-3
+"""Of the training after the change."""
 GAPS = (64, 2048)
 PASSAGE, PASSAGES = 64, 32
-CHOSEN_AFTER, CHOSEN_ON = 200, 65_536
-"""Steps after which choices are compared, and tokens of the test text that they are compared on."""
+
+
+def base_model(attention: str = "rope") -> Recipe:
+    """The model that is changed: a Llama of these sizes. Perplexity is that of tokens up to each length in windows of
+    the greatest, from the one before on."""
+    return Recipe(
+        name="healing",
+        model=DecoderConfig(vocabulary=VOCABULARY, layers=2, heads=4, width=64, attention="rope"),
+        task="text",
+        task_options={"train": "wikitext-2", "tokenizer": f"bpe-{IN_TEXT}"},
+        length=WINDOW,
+        steps=1500,
+        batch=8,
+        learning_rate=3e-3,
+        evaluations=tuple(Evaluation("valid", length, None) for length in (WINDOW, 1024, 4096)),
+    )
+
+
+def shrunk(recipe_of: RecipeOf) -> RecipeOf:
+    """To see in seconds that everything works; nothing is learned."""
+
+    def smoke(attention: str = "rope") -> Recipe:
+        recipe = recipe_of()
+        model = replace(recipe.model, layers=1, heads=2, width=16)
+        evaluations = tuple(replace(recipe.evaluations[0], length=length, examples=16) for length in (WINDOW, 256))
+        return replace(recipe, name="healing-smoke", model=model, steps=2, batch=2, evaluations=evaluations)
+
+    return smoke
+
+
+def on_test_text(attention: str = "rope") -> Recipe:
+    """The same model, measured on 65,536 tokens of the test text."""
+    evaluations = tuple(Evaluation("test", entry.length, 65_536 // entry.length) for entry in base_model().evaluations)
+    return replace(base_model(), evaluations=evaluations)
 
 
 def as_it_is(model: Any) -> Any:
@@ -60,7 +98,7 @@ def yarn(model: Any) -> Any:
     config.rope_parameters = {
         "rope_type": "yarn",
         "rope_theta": config.rope_parameters["rope_theta"],
-        "factor": max(LENGTHS) / WINDOW,
+        "factor": model.config.max_position_embeddings / WINDOW,
         "original_max_position_embeddings": WINDOW,
     }
     return _with_weights(transformers.LlamaForCausalLM(config), model)
@@ -90,10 +128,6 @@ def _with_weights(new: Any, old: Any) -> Any:
     return new
 
 
-def tra(model: Any, **options: Any) -> Any:
-    return adopt(model, **options)
-
-
 WINDOWED = "sliding window of 128"
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     "RoPE": as_it_is,
@@ -101,9 +135,9 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     WINDOWED: window,
     "positions dropped (DroPE)": without_positions,
     "RoPE and fixed decay (ALiBi's slopes)": fixed_decay,
-    "TRA, every key kept": partial(tra, threshold=None),
-    "TRA, threshold set by the query": partial(tra, threshold="query"),
-    "TRA, threshold set by the query, positions dropped": partial(tra, threshold="query", drop_positions=True),
+    "TRA, every key kept": partial(adopt, threshold=None),
+    "TRA, threshold set by the query": partial(adopt, threshold="query"),
+    "TRA, threshold set by the query, positions dropped": partial(adopt, threshold="query", drop_positions=True),
 }
 CHOICES: dict[str, dict[str, Any]] = {
     "gate bias 3, threshold set by the query from -4, straight-through 0.5, rate 1e-3": {},
@@ -123,37 +157,40 @@ CHOICES: dict[str, dict[str, Any]] = {
     "10 times the rate for gates and thresholds": {"gate_rate": 10.0},
 }
 """The first is what `adopt` does by itself; the others change what they name."""
+RATES = ("rate", "gate_rate")
+"""Which of these options are those of training."""
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "tie_word_embeddings")  # fmt: skip
 
 
-def tokens_of(data: Path, work: Path) -> dict[str, Tensor]:
-    """Text as tokens of a byte-level BPE that was trained on the training text."""
-    stored = work / "tokens.pt"
-    if not stored.exists():
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        tokenizer.train([str(data / "train.txt")], trainers.BpeTrainer(vocab_size=IN_TEXT, initial_alphabet=alphabet))
-        found = {}
-        for split in ("train", "valid", "test"):
-            lines = (data / f"{split}.txt").read_text().splitlines(keepends=True)
-            found[split] = torch.tensor([token for part in tokenizer.encode_batch(lines) for token in part.ids])
-        torch.save(found, stored)
-    return torch.load(stored, weights_only=True)
+@lru_cache(maxsize=1)
+def tokens_of(text: str) -> dict[str, Tensor]:
+    """A text as tokens of a byte-level BPE that was trained on the training text, line by line."""
+    source = Source(text)
+    lines = {split: "".join(source.pieces(split)).splitlines(keepends=True) for split in SPLITS}
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=IN_TEXT, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(lines["train"], trainer)
+    return {
+        split: torch.tensor([token for part in tokenizer.encode_batch(some) for token in part.ids])
+        for split, some in lines.items()
+    }
 
 
-def new_llama(seed: int, vocabulary: int = VOCABULARY) -> Any:
-    torch.manual_seed(seed)
+def new_llama(recipe: Recipe) -> Any:
+    torch.manual_seed(recipe.seed)
+    sizes = recipe.model
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=64,
-            intermediate_size=176,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=max(LENGTHS),
+            vocab_size=sizes.vocabulary,
+            hidden_size=sizes.width,
+            intermediate_size=sizes.width * 11 // 4,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.heads,
+            max_position_embeddings=max(entry.length for entry in recipe.evaluations),
             initializer_range=0.1,  # the default is for wide models
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -162,20 +199,29 @@ def new_llama(seed: int, vocabulary: int = VOCABULARY) -> Any:
     )
 
 
+Batches = Callable[[torch.Generator], tuple[Tensor, Tensor]]
+"""Draws tokens and labels of a step."""
+
+
 def drawn(tokens: Tensor, rows: int, length: int, generator: torch.Generator) -> Tensor:
     """Windows of the text ``[rows, length]`` from anywhere."""
     starts = torch.randint(len(tokens) - length, (rows, 1), generator=generator)
     return tokens[starts + torch.arange(length)]
 
 
-def text_batch(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    batch = drawn(tokens, BATCH, WINDOW, generator)
-    return batch, batch
+def text_batches(recipe: Recipe) -> Batches:
+    tokens = tokens_of(recipe.task_options["train"])["train"]
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        batch = drawn(tokens, recipe.batch, WINDOW, generator)
+        return batch, batch
+
+    return draw
 
 
 def train(
     model: Any,
-    batches: Callable[[torch.Generator], tuple[Tensor, Tensor]],
+    batches: Batches,
     steps: int,
     seed: int,
     rate: float = RATE,
@@ -195,38 +241,29 @@ def train(
         optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
     )
     model.train()
-    for step in range(steps):
-        batch, labels = batches(generator)
-        loss = model(batch, labels=labels, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0:
-            print(f"  step {step}: {loss.item():.3f}", flush=True)
+    with progress("training", max(1, steps), "step") as update:
+        for step in range(steps):
+            batch, labels = batches(generator)
+            loss = model(batch, labels=labels, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            update(step + 1, loss=loss.item())
     model.eval()
 
 
-def pretrained(seed: int, tokens: Tensor, work: Path) -> Any:
-    folder = work / f"llama-{seed}"
-    if not (folder / "model.safetensors").exists():
-        model = new_llama(seed)
-        train(model, partial(text_batch, tokens), PRETRAINING, seed, PRETRAINING_RATE)
-        model.save_pretrained(folder)
-    return transformers.LlamaForCausalLM.from_pretrained(folder)
-
-
 @torch.no_grad()
-def perplexity(model: Any, tokens: Tensor) -> dict[str, float]:
+def perplexity(model: Any, tokens: Tensor, lengths: Sequence[int]) -> dict[str, float]:
     """Of every token but the first of each window, by its place; the last window may be shorter."""
     losses = [
         F.cross_entropy(model(part[None], use_cache=False).logits[0, :-1], part[1:], reduction="none")
-        for part in tokens.split(max(LENGTHS))
+        for part in tokens.split(max(lengths))
         if len(part) > 1
     ]
     found = {}
-    for start, end in zip((1, *LENGTHS), LENGTHS, strict=False):
+    for start, end in zip((1, *lengths), lengths, strict=False):
         found[str(end)] = torch.cat([loss[start - 1 : end - 1] for loss in losses]).double().mean().exp().item()
     return found
 
@@ -244,51 +281,56 @@ def repeated(model: Any, tokens: Tensor, gap: int) -> float:
     return torch.cat(losses).mean().exp().item()
 
 
-def measure(model: Any, text: Tensor) -> dict[str, Any]:
+def measure_text(model: Any, recipe: Recipe) -> dict[str, Any]:
     """What is reported of a model."""
+    lengths, entry = [entry.length for entry in recipe.evaluations], recipe.evaluations[-1]
+    text = tokens_of(recipe.task_options["train"])[entry.name]
+    text = text if entry.examples is None else text[: entry.examples * entry.length]
     return {
-        "perplexity": perplexity(model, text),
+        "perplexity": perplexity(model, text, lengths),
         "repeated": {str(gap): repeated(model, text, gap) for gap in GAPS},
     }
 
 
-def measured(work: Path) -> list[dict[str, Any]]:
-    path = work / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+Results = Sequence[Mapping[str, Any]]
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: means over seeds with 95% intervals, Student's t over seeds."""
-    columns = [("perplexity", f"to {length:,}", str(length)) for length in LENGTHS]
+def table(results: Results) -> Table:
+    """Means over seeds with 95% intervals, Student's t over seeds."""
+    lengths = sorted(results[0]["perplexity"], key=int)
+    columns = [("perplexity", f"to {int(key):,}", key) for key in lengths]
     columns += [("repeated", f"again after {gap:,}", str(gap)) for gap in GAPS]
-    lines = [
-        f"| setting | steps | {' | '.join(title for _, title, _ in columns)} | seeds |",
-        "|---|---:|" + "---:|" * (len(columns) + 1),
-    ]
-    for name, steps, rows in groups(results):
-        cells = [interval(kind, [row[kind][key] for row in rows]) for kind, _, key in columns]
-        lines.append(f"| {name} | {steps:,} | {' | '.join(cells)} | {len(rows)} |")
-    return "\n".join(lines) + "\n"
+    rows = []
+    for name, steps, some in groups(results):
+        cells = [interval(kind, [row[kind][key] for row in some]) for kind, _, key in columns]
+        rows.append([name, f"{steps:,}", *cells, str(len(some))])
+    return Table(["setting", "steps", *(title for _, title, _ in columns), "seeds"], rows)
 
 
-def differences(results: list[dict[str, Any]], control: str) -> str:
-    """Markdown: perplexity less that of a control with the same seed and steps, where several seeds were measured."""
-    lines = [
-        f"| setting | steps | {' | '.join(f'to {length:,}' for length in LENGTHS)} |",
-        "|---|---:|" + "---:|" * len(LENGTHS),
-    ]
+def differences(results: Results, control: str) -> Table:
+    """Perplexity less that of a control with the same seed and steps, where several seeds were measured."""
+    lengths = sorted(results[0]["perplexity"], key=int)
     beside = {(row["seed"], row["steps"]): row["perplexity"] for row in results if row["setting"] == control}
-    for name, steps, rows in groups([row for row in results if (row["seed"], row["steps"]) in beside]):
-        if name != control and len(rows) > 1:
+    rows = []
+    for name, steps, some in groups([row for row in results if (row["seed"], row["steps"]) in beside]):
+        if name != control and len(some) > 1:
             cells = [
-                interval("less", [row["perplexity"][key] - beside[row["seed"], steps][key] for row in rows])
-                for key in map(str, LENGTHS)
+                interval("less", [row["perplexity"][key] - beside[row["seed"], steps][key] for row in some])
+                for key in lengths
             ]
-            lines.append(f"| {name} | {steps:,} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            rows.append([name, f"{steps:,}", *cells])
+    return Table(["setting", "steps", *(f"to {int(key):,}" for key in lengths)], rows)
 
 
-def groups(results: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
+def text_tables(outcome: Outcome) -> list[Table]:
+    reported, choices = (
+        [row for row in outcome.content["results"] if row["setting"] in some] for some in (SETTINGS, CHOICES)
+    )
+    found = [table(reported), differences(reported, WINDOWED)] if reported else []
+    return [*found, *([table(choices)] if choices else [])]
+
+
+def groups(results: Results) -> Iterator[tuple[str, int, Results]]:
     """The seeds of each setting and number of steps."""
     for steps in sorted({row["steps"] for row in results}):
         for name in dict.fromkeys(row["setting"] for row in results if row["steps"] == steps):
@@ -308,71 +350,91 @@ def interval(kind: str, values: list[float]) -> str:
     return f"{mean} ± {unit * half:.{digits}f}"
 
 
-def planned(arguments: argparse.Namespace) -> Iterable[tuple[str, int, int, Callable[[Any], Any], dict[str, float]]]:
-    """Setting, seed and steps of each measurement, what makes the model, and rates of its training."""
-    if arguments.choices:
-        for name, options in CHOICES.items():
-            rates = {key: value for key, value in options.items() if key in ("rate", "gate_rate")}
-            made = partial(tra, **{key: value for key, value in options.items() if key not in rates})
-            yield name, 0, CHOSEN_AFTER, made, rates
-        return
-    for seed in range(arguments.seeds):
-        for steps in arguments.steps:
-            for name in arguments.settings:
-                yield name, seed, steps, SETTINGS[name], {}
+@dataclass(frozen=True)
+class Healing(Experiment):
+    """An experiment whose runs are models of transformers, which it therefore trains by itself, one after another.
+
+    Its recipes are those of the base model, of which there is one for each seed. Each row changes it, and each column
+    trains it for as many more steps as it is called.
+    """
+
+    changes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """What each row does to the base model."""
+    batches: Callable[[Recipe], Batches] = text_batches
+    measure: Callable[[Any, Recipe], dict[str, Any]] = measure_text
+
+    def perform(self, request: Request) -> Outcome:
+        """Train and measure what is missing, and write tables of all that was ever measured in the folder."""
+        for name in ("jobs", "shard", "figures", "style", "join", "cluster"):
+            if getattr(request, name) != getattr(Request(), name):
+                raise ValueError(f"{name} must be left out: this experiment has no use for it")
+        grid = Grid.of(replace(self, **self.at_scale.get(request.scale or "", {})), request)
+        path = grid.folder / self.file("results.json")
+        content = read_json(path) if path.exists() else {"environment": environment(), "results": []}
+        done = {(row["setting"], row["seed"], row["steps"]) for row in content["results"]}
+        cells = [cell for cell in grid.cells() if (cell.row, cell.recipe.seed, int(cell.column)) not in done]
+        full: dict[tuple[int, int], Any] = {}
+        transformers.utils.logging.disable_progress_bar()
+        reuse_memory()
+        for number, cell in enumerate(cells if request.train else (), 1):
+            seed, steps = cell.recipe.seed, int(cell.column)
+            say(f"{number} of {len(cells)}: {cell.row}, {steps} steps, seed {seed}")
+            if cell.row == WINDOWED and (seed, steps) in full:  # in training windows of that size the two are one model
+                model = self.changes[cell.row](full[seed, steps]).eval()
+            else:
+                model = self.changes[cell.row](self.pretrained(cell.recipe, grid.folder)).eval()
+                options = CHOICES.get(cell.row, {})
+                rates = {name: options[name] for name in RATES if name in options}
+                train(model, self.batches(cell.recipe), steps, 1000 + seed, **rates)
+            if cell.row == "RoPE":
+                full = {(seed, steps): model}
+            row = {"setting": cell.row, "seed": seed, "steps": steps, "processor": environment()["processor"]}
+            content["results"].append(row | self.measure(model, cell.recipe))
+            write_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+        if not content["results"]:
+            raise RunError(f"no run in {grid.folder} is finished")
+        outcome = Outcome([], [], folder=grid.folder, content=content)
+        tables = self.tables(outcome)
+        write_text(grid.folder / self.file("table.md"), markdown(tables))
+        return replace(outcome, shown=markdown(tables))
+
+    def pretrained(self, recipe: Recipe, work: Path) -> Any:
+        """The base model of a seed, trained once."""
+        folder = work / f"base-{recipe.task}" / str(recipe.seed)
+        if not folder.exists():
+            model = new_llama(recipe)
+            train(model, self.batches(recipe), recipe.steps, recipe.seed, recipe.learning_rate)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with written_aside(folder) as aside:
+                model.save_pretrained(aside)
+                (aside / "base.json").write_text(recipe.to_json())
+        stored = Recipe.from_json((folder / "base.json").read_text())
+        if unlike := recipe.differences(stored).keys() - {"evaluations"}:
+            raise ValueError(f"output must be another folder: {folder} differs in {', '.join(sorted(unlike))}")
+        return transformers.LlamaForCausalLM.from_pretrained(folder)
+
+    def plan(self, request: Request) -> Table:
+        raise ValueError("dry_run must be left out: this experiment makes no estimates")
 
 
-def write_tables(work: Path, folder: Path) -> None:
-    rows = measured(work)
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = folder / "results.json"  # says where the first of them were measured; later ones name their processor
-    where = json.loads(stored.read_text())["environment"] if stored.exists() else environment()
-    stored.write_text(json.dumps({"environment": where, "results": rows}, indent=1, sort_keys=True) + "\n")
-    reported = [row for row in rows if row["setting"] in SETTINGS]
-    choices = [row for row in rows if row["setting"] in CHOICES]
-    tables = table(reported), differences(reported, WINDOWED), table(choices)
-    (folder / "table.md").write_text("\n".join(tables))
+def adopting(options: Mapping[str, Any]) -> Callable[[Any], Any]:
+    return partial(adopt, **{name: value for name, value in options.items() if name not in RATES})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with train.txt, valid.txt and test.txt of WikiText-2")
-    parser.add_argument("--work", type=Path, required=True, help="folder for models and results")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, nargs="+", default=[0, 200], help="of training after the change")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
-    parser.add_argument("--choices", action="store_true", help="compare options of `adopt` instead")
-    parser.add_argument("--table", type=Path, help="write results.json and table.md to this folder, and train nothing")
-    arguments = parser.parse_args()
-    if arguments.table:
-        write_tables(arguments.work, arguments.table)
-        return
-    if arguments.data is None:
-        parser.error("--data is needed to train")
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    transformers.utils.logging.disable_progress_bar()
-    tokens = tokens_of(arguments.data, arguments.work)
-    text = tokens["test"][:CHOSEN_ON] if arguments.choices else tokens["valid"]
-    done = {(row["setting"], row["seed"], row["steps"]) for row in measured(arguments.work)}
-    reuse_memory()
-    full: dict[tuple[int, int], Any] = {}
-    for name, seed, steps, made, rates in planned(arguments):
-        if (name, seed, steps) in done:
-            continue
-        print(f"seed {seed}, {name}, {steps} steps", flush=True)
-        if name == WINDOWED and (seed, steps) in full:  # in training windows of that size the two are one model
-            model = made(full[seed, steps]).eval()
-        else:
-            model = made(pretrained(seed, tokens["train"], arguments.work)).eval()
-            train(model, partial(text_batch, tokens["train"]), steps, 1000 + seed, **rates)
-        if name == "RoPE":
-            full = {(seed, steps): model}
-        row = {"setting": name, "seed": seed, "steps": steps, "processor": environment()["processor"]}
-        row |= measure(model, text)
-        print(" ", json.dumps(row), flush=True)
-        with open(arguments.work / "results.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+def rows_of(labels: Iterable[str]) -> tuple[Row, ...]:
+    """Settings as rows, which `--attention tra` and `--attention rope` choose from."""
+    return tuple(Row("tra" if name in CHOICES or "TRA" in name else "rope", name=name) for name in labels)
 
 
-if __name__ == "__main__":
-    main()
+experiment = Healing(
+    scales={
+        "smoke": dict.fromkeys(("0", "2"), shrunk(base_model)),
+        "small": dict.fromkeys(("0", "50", "200", "1000"), base_model),
+        "choices": {"200": on_test_text},
+    },
+    rows=rows_of(SETTINGS),
+    seeds=3,
+    at_scale={"smoke": {"seeds": 1}, "choices": {"seeds": 1, "rows": rows_of(CHOICES)}},
+    tables=text_tables,
+    changes={**SETTINGS, **{name: adopting(options) for name, options in CHOICES.items()}},
+)

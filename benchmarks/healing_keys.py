@@ -1,116 +1,114 @@
 """What long context is used for: an adopted model finds a key in noise beyond the length that it was trained at.
 
-    python benchmarks/healing_keys.py --work WORK [--seeds 3] [--steps 0 200]
-    python benchmarks/healing_keys.py --work WORK --table FOLDER
+    tra reproduce benchmarks/healing_keys.py --output WORK [--scale small] [--seeds 3] [--columns 0 200]
 
 A Llama of the size of `benchmarks/healing.py` learns the task passkey with RoPE: a key of three digits stands anywhere
 among noise and is asked for at the end. The settings of that file change it, and it is trained for some more steps.
 Nothing longer than 128 tokens is ever trained on; measured is how many of the three digits are right in longer texts.
-Measurements are stored in WORK/keys.jsonl, and what is there already is not done again.
+Every measurement is added to WORK/keys.json, and what is there already is not done again.
 """
 
-import argparse
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from healing import PRETRAINING_RATE, SETTINGS, WINDOW, groups, interval, new_llama, tra, train
+from healing import (
+    SETTINGS,
+    WINDOW,
+    Batches,
+    Healing,
+    Results,
+    adopt,
+    base_model,
+    groups,
+    interval,
+    rows_of,
+    shrunk,
+)
 from torch import Tensor
 
-from tra.environment import environment
-from tra.tasks import Evaluation, Passkey
+from tra.experiments import Outcome
+from tra.recipes import Evaluation, Recipe
+from tra.report.tables import Table
 
 OWN = {
-    "TRA, threshold 0": partial(tra, threshold=0.0),
-    "TRA, threshold 0, positions dropped": partial(tra, threshold=0.0, drop_positions=True),
+    "TRA, threshold 0": partial(adopt, threshold=0.0),
+    "TRA, threshold 0, positions dropped": partial(adopt, threshold=0.0, drop_positions=True),
 }
 """What may forget less than the defaults."""
-TASK = Passkey()
-BATCH, PRETRAINING, SHORTEST = 16, 1000, 16
+SHORTEST = 16
 LENGTHS = {128: 256, 512: 128, 1024: 64, 4096: 32}
 """How many texts are read at each length."""
 AT_ONCE = 16384
 """Tokens."""
 
 
-def batch_of(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def keys_model(attention: str = "rope") -> Recipe:
+    """The model that is changed; the passkey task has 112 symbols."""
+    return base_model().changed(
+        {
+            "task": "passkey",
+            "task_options": {},
+            "model.vocabulary": 112,
+            "steps": 1000,
+            "batch": 16,
+            "evaluations": tuple(Evaluation("passkey", length, number) for length, number in LENGTHS.items()),
+        }
+    )
+
+
+def key_batches(recipe: Recipe) -> Batches:
     """Texts of one length up to a training window; only the key at the end is labelled."""
-    length = int(torch.randint(SHORTEST, WINDOW + 1, (), generator=generator))
-    batch = TASK.sample(generator, BATCH, length)
-    return batch.tokens, batch.tokens.masked_fill(~batch.counted, -100)
+    task = recipe.build_task()
 
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        length = int(torch.randint(SHORTEST, WINDOW + 1, (), generator=generator))
+        batch = task.sample(generator, recipe.batch, length)
+        return batch.tokens, batch.tokens.masked_fill(~batch.counted, -100)
 
-def pretrained(seed: int, work: Path) -> Any:
-    folder = work / f"keys-{seed}"
-    if not (folder / "model.safetensors").exists():
-        model = new_llama(seed, TASK.vocabulary)
-        train(model, batch_of, PRETRAINING, seed, PRETRAINING_RATE)
-        model.save_pretrained(folder)
-    return transformers.LlamaForCausalLM.from_pretrained(folder)
+    return draw
 
 
 @torch.no_grad()
-def accuracy(model: Any, length: int) -> float:
+def accuracy(model: Any, recipe: Recipe, evaluation: Evaluation) -> float:
     """The share of digits that are the most probable token."""
     right = []
-    for batch in TASK.evaluation_batches(Evaluation("passkey", length, LENGTHS[length]), AT_ONCE // length):
+    for batch in recipe.build_task().evaluation_batches(evaluation, AT_ONCE // evaluation.length):
         tokens, counted = batch.tokens.long(), batch.counted[:, 1:]
         found = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)
         right.append((found == tokens[:, 1:])[counted])
     return torch.cat(right).float().mean().item()
 
 
-def measured(work: Path) -> list[dict[str, Any]]:
-    path = work / "keys.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def measure_keys(model: Any, recipe: Recipe) -> dict[str, Any]:
+    return {"accuracy": {str(entry.length): accuracy(model, recipe, entry) for entry in recipe.evaluations}}
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: the percentage of digits that are right, means over seeds with 95% intervals."""
-    titles = " | ".join(f"{length:,}" for length in LENGTHS)
-    lines = [f"| setting | steps | {titles} | seeds |", "|---|---:|" + "---:|" * (len(LENGTHS) + 1)]
-    for name, steps, rows in groups(results):
-        cells = [interval("accuracy", [row["accuracy"][str(length)] for row in rows]) for length in LENGTHS]
-        lines.append(f"| {name} | {steps:,} | {' | '.join(cells)} | {len(rows)} |")
-    return "\n".join(lines) + "\n"
+def table(results: Results) -> Table:
+    """The percentage of digits that are right, means over seeds with 95% intervals."""
+    lengths = sorted(results[0]["accuracy"], key=int)
+    rows = []
+    for name, steps, some in groups(results):
+        cells = [interval("accuracy", [row["accuracy"][key] for row in some]) for key in lengths]
+        rows.append([name, f"{steps:,}", *cells, str(len(some))])
+    return Table(["setting", "steps", *(f"{int(key):,}" for key in lengths), "seeds"], rows)
 
 
-def store(work: Path, folder: Path) -> None:
-    rows = measured(work)
-    stored = {"environment": environment(), "results": rows}
-    (folder / "keys.json").write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
-    (folder / "keys.md").write_text(table(rows))
+def key_tables(outcome: Outcome) -> list[Table]:
+    return [table(outcome.content["results"])]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for models and results")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, nargs="+", default=[0, 200], help="of training after the change")
-    parser.add_argument("--table", type=Path, help="write keys.json and keys.md to this folder, and train nothing")
-    arguments = parser.parse_args()
-    if arguments.table:
-        store(arguments.work, arguments.table)
-        return
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    transformers.utils.logging.disable_progress_bar()
-    done = {(row["setting"], row["seed"], row["steps"]) for row in measured(arguments.work)}
-    for seed in range(arguments.seeds):
-        for steps in arguments.steps:
-            for name, made in {**SETTINGS, **OWN}.items():
-                if (name, seed, steps) in done:
-                    continue
-                model = made(pretrained(seed, arguments.work)).eval()
-                train(model, batch_of, steps, 1000 + seed)
-                found = {str(length): accuracy(model, length) for length in LENGTHS}
-                row = {"setting": name, "seed": seed, "steps": steps, "accuracy": found}
-                print(json.dumps(row), flush=True)
-                with open(arguments.work / "keys.jsonl", "a") as file:
-                    file.write(json.dumps(row) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+experiment = Healing(
+    scales={
+        "smoke": dict.fromkeys(("0", "2"), shrunk(keys_model)),
+        "small": dict.fromkeys(("0", "200"), keys_model),
+    },
+    rows=rows_of([*SETTINGS, *OWN]),
+    seeds=3,
+    at_scale={"smoke": {"seeds": 1}},
+    tables=key_tables,
+    stem="keys",
+    changes={**SETTINGS, **OWN},
+    batches=key_batches,
+    measure=measure_keys,
+)
