@@ -38,6 +38,16 @@ def test_a_wrong_argument_is_one_line_and_writes_nothing(tmp_path: Path, capsys:
     assert [path.name for path in tmp_path.iterdir()] == ["original"]
 
 
+def test_a_run_of_this_package_is_refused_with_what_to_do_instead(
+    finished_run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    for run in (str(finished_run), "pretrained:flip-flop"):
+        message = fails(["adopt", run, str(tmp_path / "adopted")], capsys)
+        assert message.startswith(f"model must be one of transformers, but {run} is a run of this package")
+        assert message.endswith("tra train RECIPE --attention tra")
+    assert not list(tmp_path.iterdir())
+
+
 def word_llama(folder: Path) -> Any:
     """A Llama of one layer with a tokenizer of words, saved."""
     words = {word: index for index, word in enumerate(dict.fromkeys(["?", *SENTENCES.split()]))}

@@ -1,5 +1,6 @@
 """`tra inspect`."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.calling import Captured, fails, json_of, shows
+from tra.cli import main
 
 
 @pytest.fixture
@@ -24,6 +26,19 @@ def test_heads_are_summarised_and_drawn_beside_the_run(run: Path, capsys: Captur
         assert f"\n{heading.removesuffix(' 10% / 50% / 90%')}: " in shown, "what it means is said below the table"
     assert any(file.read_bytes().startswith(b"\x89PNG") for file in folder.glob("*.png"))
     assert not list(folder.glob("*.svg"))
+
+
+@pytest.mark.parametrize("options", [[], ["--html"]])
+def test_where_nothing_can_be_written_the_option_that_helps_is_named(
+    options: list[str], run: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refused)  # as in a folder that is read-only, which stops no superuser
+    assert main(["inspect", str(run), *options]) == 1
+    said = f"tra: error: could not write {run / 'inspection'}: Read-only file system; --output names another folder\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("words", ["svg pdf", "svg,pdf"])

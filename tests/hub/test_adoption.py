@@ -352,6 +352,7 @@ def test_what_cannot_be_adopted_is_named_with_the_reason() -> None:
             adopt(tiny(family, **({"ffn_dim": 32, "word_embed_proj_dim": 32} if family == "opt" else {})))
     model = build_family("llama")
     for wrong, message in (
+        ({"layers": []}, r"layers must name at least one layer unless drop_positions does, got \[\]"),
         ({"layers": [3]}, "layers must hold layers from 0 to 2, got 3"),
         ({"layers": [True]}, "layers must hold layers from 0 to 2, got True"),
         ({"layers": 1}, "layers must be a list of layers, got 1"),

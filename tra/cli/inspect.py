@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tra.cli.parsing import Common, parse
 from tra.cli.texts import or_file
+from tra.errors import RunError
 
 PAGE = "explorer.html"
 LEGEND = """\
@@ -52,13 +53,16 @@ def run(arguments: list[str]) -> int:
     text = None if options.text is None else or_file(options.text, "text")
     tokens, symbols = read_with(found, text, options.length)
     folder = options.output or found.inspection
-    if options.figures or not options.html:
-        content = write_inspection(found.model, tokens, symbols, folder, options.figures or ("png",))
-    if options.html:
-        others = [] if options.beside is None else [load_run(options.beside)]
-        page = explorer(found, *others, text=text, length=options.length)
-        page.save(folder / PAGE)
-        content = write_heads(found.recipe.model.label, next(iter(page.heads.values())), symbols, folder)
+    others = [] if options.beside is None else [load_run(options.beside)]
+    try:
+        if options.figures or not options.html:
+            content = write_inspection(found.model, tokens, symbols, folder, options.figures or ("png",))
+        if options.html:
+            page = explorer(found, *others, text=text, length=options.length)
+            page.save(folder / PAGE)
+            content = write_heads(found.recipe.model.label, next(iter(page.heads.values())), symbols, folder)
+    except OSError as error:
+        raise RunError(f"could not write {folder}: {error.strerror or error}; --output names another folder") from error
     if options.json:
         print(json.dumps(content, indent=2))
     else:

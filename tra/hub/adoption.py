@@ -106,13 +106,14 @@ def adopt(
         impl,
     )
     if isinstance(model, str | Path):
-        model = transformers.AutoModelForCausalLM.from_pretrained(model)
+        model = _loaded(model)
     elif copy:
         model = copying.deepcopy(model)
     if not isinstance(model, transformers.PreTrainedModel):
         raise ValueError(f"model must be a model of transformers or a folder, got {type(model).__name__}")
     refuse_others(model)
-    checked_layers(options, model)
+    if not any(checked_layers(options, model)):
+        raise ValueError("layers must name at least one layer unless drop_positions does, got []")
     model.config.__class__ = adopted_class(type(model.config))
     model.config.tra = asdict(options)
     model.set_attn_implementation(NAME)
@@ -139,7 +140,7 @@ def adopt_folder(model: str | Path, folder: str | Path, healing: "Healing | None
         raise ValueError(f"folder must not exist yet, got {folder}")
     logging.disable_progress_bar()
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+        loaded = _loaded(model)
         tokenizer = _tokenizer_of(str(model))
     except OSError as error:  # which transformers raises for whatever cannot be found
         raise ValueError(f"model must be a folder or a name on the hub, got {model}: {error}") from error
@@ -159,6 +160,16 @@ def adopt_folder(model: str | Path, folder: str | Path, healing: "Healing | None
                 tokenizer.save_pretrained(aside)
     except (OSError, SafetensorError) as error:
         raise RunError(f"could not write {folder}: {error}") from error
+
+
+def _loaded(model: str | Path) -> Any:
+    """The model of a folder or of the hub; a run of this package is refused, because it is no model of transformers."""
+    if (Path(model) / "recipe.json").is_file() or str(model).startswith("pretrained:"):  # as tra.runs knows a run
+        raise ValueError(
+            f"model must be one of transformers, but {model} is a run of this package, whose attention is chosen when "
+            "it is trained: tra train RECIPE --attention tra"
+        )
+    return transformers.AutoModelForCausalLM.from_pretrained(model)
 
 
 def _tokenizer_of(model: str) -> Any:
