@@ -30,9 +30,10 @@ from tra.environment import environment
 from tra.errors import RunError
 from tra.experiments import Experiment, Outcome, Request, Row
 from tra.experiments.grid import Grid
-from tra.files import read_json, write_text, written_aside
+from tra.files import locked, read_json, write_text, written_aside
 from tra.hub import adopt
 from tra.hub.adopted_attention import TraGates
+from tra.lookup import lookup
 from tra.model import DecoderConfig
 from tra.progress import progress, say
 from tra.recipes import Evaluation, Recipe, RecipeOf
@@ -369,14 +370,31 @@ class Healing(Experiment):
             if getattr(request, name) != getattr(Request(), name):
                 raise ValueError(f"{name} must be left out: this experiment has no use for it")
         grid = Grid.of(replace(self, **self.at_scale.get(request.scale or "", {})), request)
+        for row in grid.rows:
+            lookup({every.label: every for every in grid.every_row}, row.label, "attention")
         path = grid.folder / self.file("results.json")
-        content = read_json(path) if path.exists() else {"environment": environment(), "results": []}
-        done = {(row["setting"], row["seed"], row["steps"]) for row in content["results"]}
-        cells = [cell for cell in grid.cells() if (cell.row, cell.recipe.seed, int(cell.column)) not in done]
-        full: dict[tuple[int, int], Any] = {}
+        grid.folder.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            content = read_json(path) if path.exists() else {"environment": environment(), "results": []}
+            if request.train:
+                for found in self.missing(grid, content["results"]):
+                    content["results"].append(found)
+                    write_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+        if not content["results"]:
+            raise RunError(f"no run in {grid.folder} is finished")
+        outcome = Outcome([], [], folder=grid.folder, content=content)
+        shown = markdown(self.tables(outcome))
+        write_text(grid.folder / self.file("table.md"), shown)
+        return replace(outcome, shown=shown)
+
+    def missing(self, grid: Grid, rows: Results) -> Iterator[dict[str, Any]]:
+        """What is measured, one after another, of all that was not."""
         transformers.utils.logging.disable_progress_bar()
         reuse_memory()
-        for number, cell in enumerate(cells if request.train else (), 1):
+        done = {(row["setting"], row["seed"], row["steps"]) for row in rows}
+        cells = [cell for cell in grid.cells() if (cell.row, cell.recipe.seed, int(cell.column)) not in done]
+        full: dict[tuple[int, int], Any] = {}
+        for number, cell in enumerate(cells, 1):
             seed, steps = cell.recipe.seed, int(cell.column)
             say(f"{number} of {len(cells)}: {cell.row}, {steps} steps, seed {seed}")
             if cell.row == WINDOWED and (seed, steps) in full:  # in training windows of that size the two are one model
@@ -388,15 +406,8 @@ class Healing(Experiment):
                 train(model, self.batches(cell.recipe), steps, 1000 + seed, **rates)
             if cell.row == "RoPE":
                 full = {(seed, steps): model}
-            row = {"setting": cell.row, "seed": seed, "steps": steps, "processor": environment()["processor"]}
-            content["results"].append(row | self.measure(model, cell.recipe))
-            write_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
-        if not content["results"]:
-            raise RunError(f"no run in {grid.folder} is finished")
-        outcome = Outcome([], [], folder=grid.folder, content=content)
-        tables = self.tables(outcome)
-        write_text(grid.folder / self.file("table.md"), markdown(tables))
-        return replace(outcome, shown=markdown(tables))
+            found = self.measure(model, cell.recipe)
+            yield {"setting": cell.row, "seed": seed, "steps": steps, "processor": environment()["processor"], **found}
 
     def pretrained(self, recipe: Recipe, work: Path) -> Any:
         """The base model of a seed, trained once."""

@@ -105,6 +105,8 @@ def test_what_healing_has_no_use_for_is_refused(
     assert main(["reproduce", str(FILE), "--output", str(tmp_path / "out"), option]) == 2
     name = option.strip("-").partition("=")[0].replace("-", "_")
     assert f"{name} must be left out" in capsys.readouterr().err
+    assert main(["reproduce", str(FILE), "--output", str(tmp_path / "out"), "--attention", "fot"]) == 2
+    assert "attention must be one of RoPE, RoPE and fixed decay" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
