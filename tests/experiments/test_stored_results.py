@@ -10,7 +10,10 @@ import pytest
 
 from tra.experiments.steps import STEPS_OF
 from tra.experiments.tuning import Evidence
-from tra.report.records import SECOND
+from tra.report.intervals import difference
+from tra.report.records import SECOND, Record
+from tra.report.tables import comparison_tables, markdown
+from tra.tasks import ExactMatch, build_task
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -226,6 +229,88 @@ def test_the_page_on_hybrids_shows_what_is_stored() -> None:
     assert rows_of(after, "| attention |") == rows_of(text[text.index("## Perplexity per token") :], "| attention |")
     difference = after[after.index("Difference to") :]
     assert rows_of(difference, "| attention |") == rows_of(text[text.index("## Difference to") :], "| attention |")
+
+
+def stored_records(name: str) -> list[Record]:
+    stored = json.loads((RESULTS / name / "results.json").read_text())
+    records = []
+    for entry in stored["results"]:
+        recipe = stored["recipes"][entry["column"]]
+        task = build_task(recipe["task"], recipe["task_options"])
+        place = entry["column"], entry["attention"], entry["seed"], recipe["length"], task.unit
+        records.append(Record(*place, task.measure.from_dict(entry), entry["tuned"]))
+    return records
+
+
+@pytest.mark.parametrize("name", ["norms", "gates", "aids"])
+def test_stored_tables_are_what_is_made_of_the_stored_results(name: str) -> None:
+    made = markdown(comparison_tables(stored_records(name)))
+    assert (RESULTS / name / "table.md").read_text().startswith(made)
+
+
+def test_sentences_have_the_intervals_of_the_tables() -> None:
+    """A mean and its interval, in one digit or two, without their signs: what is lost by one is gained by the other."""
+    interval = re.compile(r"(?<![\d.])([\d.]+)(?: ± [\d.]+)? \[-?\+?([\d.]+), -?\+?([\d.]+)\]")
+    known: set[tuple[str, ...]] = set()
+    for table in RESULTS.glob("*/table.md"):
+        for numbers in interval.findall(table.read_text()):
+            for digits in (1, 2):
+                mean, *ends = (f"{float(number):.{digits}f}" for number in numbers)
+                known.add((mean, *sorted(ends)))
+    pages = [*RESULTS.glob("*.md"), RESULTS.parent / "results.md", RESULTS.parents[1] / "README.md"]
+    found = 0
+    for page in pages:
+        for line in page.read_text().splitlines():
+            for mean, *ends in interval.findall("" if line.startswith("|") else line):
+                assert (mean, *sorted(ends)) in known | PAIRED.keys(), f"{page.name}: {mean} {ends}"
+                found += 1
+    assert found > 20
+
+
+PAIRED = {("0.05", "0.02", "0.08"): 16, ("0.06", "0.01", "0.14"): 32, ("0.02", "0.02", "0.07"): 64}
+"""What recent.md says that stick-breaking has more than selective attention, without signs, and at which length."""
+
+
+def test_what_stick_breaking_has_more_than_selective_attention_is_stored() -> None:
+    results: dict[tuple[str, int], list[ExactMatch]] = {}
+    for entry in json.loads((RESULTS / "table1" / "results.json").read_text())["results"]:
+        if entry["column"] == "induct_recent" and entry["attention"] in ("selective", "stick-breaking"):
+            results.setdefault((entry["attention"], entry["length"]), []).append(ExactMatch.from_dict(entry))
+    for shown, length in PAIRED.items():
+        selective, stick_breaking = (results[row, length] for row in ("selective", "stick-breaking"))
+        ends = difference(selective, stick_breaking, "exact_match")
+        means = [sum(result.exact_match for result in some) / len(some) for some in (selective, stick_breaking)]
+        assert ends is not None
+        assert shown[0] == f"{means[1] - means[0]:.2f}"
+        assert list(shown[1:]) == sorted(f"{abs(end):.2f}" for end in ends)
+
+
+def test_the_page_on_generation_shows_what_was_measured() -> None:
+    page = (RESULTS.parent / "generate.md").read_text()
+    trained, bench = (
+        {(row["what"], row["shape"]): row for row in json.loads((RESULTS / name / "bench.json").read_text())["rows"]}
+        for name in ("trained-speed", "bench")
+    )
+
+    def numbers(row: dict[str, Any]) -> list[float]:
+        times = [row["milliseconds"], row["against_milliseconds"]]
+        return [
+            *(round(time) if time >= 1000 else float(f"{time:.3g}") for time in times),
+            float(f"{row['ratio']:.2g}"),
+        ]
+
+    def cells(start: str) -> list[list[str]]:
+        return [[cell.replace(",", "") for cell in row] for row in rows_of(page, start)[1:]]
+
+    def shown(row: list[str]) -> list[float]:
+        return [float(cell.removesuffix(" ms").removesuffix("x")) for cell in row]
+
+    for tokens, *found in cells("| tokens | new token: TRA |"):
+        of_model = trained["new token of the trained model", f"1x{tokens}"]
+        of_attention = trained["forward, a trained model's own", f"1x4x{tokens}"]
+        assert shown(found) == [*numbers(of_model), *numbers(of_attention)]
+    for size, tokens, *found in cells("| model | tokens in the cache |"):
+        assert shown(found) == numbers(bench[f"new token of a {size} model", f"1x{tokens}"])
 
 
 def test_the_page_on_stick_breaking_shows_what_is_stored() -> None:

@@ -68,6 +68,16 @@ def test_seeds_that_differ_make_it_wider_than_sequences_alone() -> None:
     assert seeds == pytest.approx((0.0, 1.0), abs=0.2)
 
 
+@pytest.mark.parametrize("worst", range(3))
+def test_of_three_seeds_it_reaches_each_that_stands_alone(worst: int) -> None:
+    """That all three drawn are this one has a chance of 1 in 27, more than the 2.5% outside of a bound."""
+    shares = [0.8 if seed == worst else 0.2 for seed in range(3)]
+    low, high = bounds([[marked(drawn(share, 5000, seed)) for seed, share in enumerate(shares)]])
+    assert high == pytest.approx(0.8, abs=0.01)
+    low, high = bounds([[marked(drawn(1 - share, 5000, seed)) for seed, share in enumerate(shares)]])
+    assert low == pytest.approx(0.2, abs=0.01)
+
+
 @pytest.mark.parametrize("number", [1, 7, 100, 3000])
 def test_where_nothing_failed_or_nothing_succeeded_it_is_the_exact_binomial_one(number: int) -> None:
     """Clopper and Pearson: (1 - p)^n = 2.5% at the bound."""
