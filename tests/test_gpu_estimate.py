@@ -1,4 +1,4 @@
-"""The arithmetic behind docs/gpu.md: closed forms, and the tables as they stand there."""
+"""The arithmetic behind docs/gpu.md: closed forms, and the launches as they stand there."""
 
 import runpy
 from collections.abc import Callable
@@ -93,3 +93,13 @@ def test_launches_of_a_million_tokens_are_those_of_the_plan() -> None:
     assert found.backward < 1_500
     assert found.seconds < 0.01
     assert estimate["launches"](1_024, estimate["A100"]).forward == 6  # test_triton.py lists them
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert f"{plan.pieces} pieces of up to {plan.rows:,} rows, {plan.launches:,} launches" in page
+
+
+def test_launches_in_docs_are_those_of_the_plan() -> None:
+    pytest.importorskip("triton")
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for length in estimate["LAUNCHED_AT"]:
+        found = estimate["launches"](length, estimate["A100"])
+        assert f"| {length:,} | {found.forward:,} | {found.backward:,} | {1e3 * found.seconds:.1f} ms |" in page
