@@ -204,7 +204,7 @@ def causal_softmax_attention(
     is_causal, mask = False, None
     if not masked and queries == keys:
         is_causal = True
-    elif not masked and queries * keys > PAIRS_AT_ONCE and queries > 1:
+    elif not masked and queries > 1 and not torch.compiler.is_compiling() and queries * keys > PAIRS_AT_ONCE:
         return _by_pieces_of_rows(query, key, value, context, dropout)
     elif masked or queries != 1:
         mask = context.visible(query, key)
