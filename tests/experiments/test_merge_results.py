@@ -148,6 +148,21 @@ REFUSED: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
         "threshold of flip_flop tra is 3.0 there and None here",
     ),
     "damaged": (of_flip_flop(), lambda content: content["results"][0].pop("attention"), "it has no 'attention'"),
+    "an entry twice": (
+        of_flip_flop(),
+        lambda content: content["results"].append(content["results"][0]),
+        "flip_flop tra seed 0 must hold every evaluation of its recipe once, got iid 8 twice, or without need",
+    ),
+    "an entry missing": (
+        of_flip_flop(),
+        lambda content: content["results"].pop(),
+        "flip_flop rope seed 0 must hold every evaluation of its recipe once, got no iid 16",
+    ),
+    "other sequences": (
+        of_flip_flop(),
+        lambda content: content["results"][0].update(examples=3, parts=None, exact_match=0.0),
+        "flip_flop tra seed 0 must hold every evaluation of its recipe once, got iid 8 of 3 sequences",
+    ),
     "other tuned settings": (
         of_flip_flop(tuning=TUNED.tuning),
         lambda content: content.update(tuning={"flip_flop tra": EVIDENCE, "flip_flop rope": EVIDENCE}),

@@ -522,6 +522,10 @@ def test_what_was_tuned_on_one_seed_is_completed_with_the_other(
     assert rates(found.content) == {"tra": 1e-3, "tra (second choice)": 2e-2}
     kept = [record for record in found.content["results"] if record["attention"] == "tra (second choice)"]
     assert [{**record, "attention": "tra"} for record in kept] == stored.content["results"]
+    files = [tmp_path / name / "results.json" for name in ("one", "both")]
+    for order in (files, files[::-1]):  # in the older file the first row has what is the second choice now
+        again = BOTH.perform(Request(tmp_path / "again", "smoke", train=False, join=order))
+        assert again.content["results"] == found.content["results"]
 
 
 def test_evidence_of_earlier_versions_is_read() -> None:
@@ -580,6 +584,14 @@ def test_settings_that_results_do_not_tell_keep_results_in_their_rows(
     assert {record.row for record in found.records} == {"tra", "tra (second choice)"}
     joined = experiment.perform(Request(tmp_path / "b", "smoke", train=False, join=[tmp_path / "a" / "results.json"]))
     assert joined.content["results"] == found.content["results"]
+
+    one = replace(experiment, tuning=Tuning({"weight_decay": (0.0, 0.1)}))
+    monkeypatch.setitem(losses, (0.0, 1000), 1.3)
+    one.perform(Request(tmp_path / "one", "smoke"))  # which chooses the other
+    files = [tmp_path / name / "results.json" for name in ("one", "a")]
+    for order in (files, files[::-1]):
+        with pytest.raises(ValueError, match=r"tuning of flip_flop tra chose .*weight_decay"):
+            experiment.perform(Request(tmp_path / "c", "smoke", train=False, join=order))
 
 
 def test_results_of_a_row_that_tunes_more_now_are_left_out_of_a_join(

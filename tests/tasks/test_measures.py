@@ -137,6 +137,18 @@ def test_what_is_wrong_in_a_stored_result_is_named(changes: dict[str, Any], wron
         Perplexity.from_dict({**text.to_dict(), **changes})
 
 
+@pytest.mark.parametrize("measure", [ExactMatch, Perplexity])
+def test_a_result_that_is_not_that_of_its_parts_is_refused(measure: type[Result]) -> None:
+    """Means are made of the one, intervals of the other."""
+    wanted = Evaluation("valid", 3, 3)
+    found = ExactMatch.of(wanted, SOME) if measure is ExactMatch else Perplexity.of(wanted, SOME, 2, 11)
+    for value in (found.value + 0.25, 100.0, math.inf):
+        with pytest.raises(
+            ValueError, match=f"{measure.measure} of a result must be that of its parts, .*, got {value:g}"
+        ):
+            measure.from_dict({**found.to_dict(), measure.measure: value})
+
+
 def test_what_version_01_stored_is_read() -> None:
     rows = rows_of_before()
     assert {kind for kind, _ in rows} == {ExactMatch, Perplexity}

@@ -1,7 +1,7 @@
 """Results of the same experiment from elsewhere, beside those of the runs that are here."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def in_current_rows(
     return found
 
 
-def _records_hold(settings: Settings) -> bool:
+def _records_hold(settings: Collection[str]) -> bool:
     """Whether records hold all of these settings: they have the learning rate and options, and nothing else."""
     return all(name == "learning_rate" or name.startswith(OPTION) for name in settings)
 
@@ -113,6 +113,8 @@ def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]
         record = Record(*place, seed, recipe.length, task.unit, result, entry["tuned"], *settings)
         _check_settings(record, recipe, grid.tuned_fields(rows[place.row]))
         records.setdefault(RunKey(*place, seed), []).append(record)
+    for key, of_run in records.items():
+        _check_whole(key, of_run, recipes[key.place])
     for place in dict.fromkeys(place.first_choice for place in recipes):
         if grid.tunes(place.row):
             fields = grid.tuned_fields(rows[place.row])
@@ -126,8 +128,9 @@ def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]
     if not records:
         raise ValueError("it has none of the columns, rows and seeds that are asked for")
     for key, of_run in records.items():
-        if key not in found.records:
-            found.records[key] = of_run
+        place = _place_for(key, of_run, found, _records_hold(grid.tuned_fields(rows[key.row])))
+        if place is not None:
+            found.records[place] = of_run
             found.recipes[key.column] = _recipe(stored["recipes"][key.column])
     found.sessions += map(Session.from_dict, stored["sessions"])
     asked = {
@@ -136,6 +139,38 @@ def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]
     asked |= {f"{place} (tuning)" for place in grid.places}
     found.failures |= {name: why for name, why in stored["failures"].items() if name in asked}
     return more_seeds
+
+
+def _place_for(key: RunKey, of_run: Sequence[Record], found: Results, told: bool) -> RunKey | None:
+    """Where to keep a run; None where it is known already.
+
+    Tuning on more seeds may have put other settings in the first row than a file before it has there. Where results
+    tell the settings, both are kept, and `in_current_rows` finds their rows.
+    """
+    first = key.place.first_choice.row
+    other = key._replace(row=first + SECOND if key.row == first else first)
+    places = [key, other] if told else [key]
+    if told and any(_settings(found.records[place]) == _settings(of_run) for place in places if place in found.records):
+        return None
+    return next((place for place in places if place not in found.records), None)
+
+
+def _settings(of_run: Sequence[Record]) -> tuple[float, Mapping[str, Any]]:
+    return of_run[0].learning_rate, of_run[0].options
+
+
+def _check_whole(key: RunKey, of_run: Sequence[Record], recipe: Recipe) -> None:
+    """Raise a ValueError unless a run has each evaluation of its recipe once: a mean would not show the difference."""
+    problem = f"{key} must hold every evaluation of its recipe once, got"
+    wanted = {(entry.name, entry.length, entry.stride): entry.examples for entry in recipe.evaluations}
+    for result in (record.result for record in of_run):
+        place = result.set, result.length, result.stride
+        if place not in wanted:
+            raise ValueError(f"{problem} {result.set_label} {result.length} twice, or without need")
+        if result.examples != wanted.pop(place):
+            raise ValueError(f"{problem} {result.set_label} {result.length} of {result.examples} sequences")
+    for name, length, _ in wanted:
+        raise ValueError(f"{problem} no {name} {length}")
 
 
 def _recipe(stored: Mapping[str, Any]) -> Recipe:
@@ -184,7 +219,8 @@ def _add_evidence(theirs: Evidence, place: Place, grid: Grid, fields: set[str], 
         if stored != expected:
             raise ValueError(f"{what} of {place} is {stored!r} there and {expected!r} here")
     known = found.tuning.setdefault(tuned_on, theirs)
+    as_sure = len(theirs.seeds) == len(known.seeds)
+    if known.chosen != theirs.chosen and (as_sure or not _records_hold(fields)):
+        raise ValueError(f"tuning of {place} chose {theirs.chosen} there and {known.chosen} in a file before it")
     if len(theirs.seeds) > len(known.seeds):
         found.tuning[tuned_on] = theirs  # in_current_rows finds the rows of what was tuned on fewer
-    elif len(theirs.seeds) == len(known.seeds) and known.chosen != theirs.chosen:
-        raise ValueError(f"tuning of {place} chose {theirs.chosen} there and {known.chosen} in a file before it")

@@ -116,7 +116,14 @@ class Result(ABC):
         Evaluation(result.set, result.length, result.examples, result.stride)  # raises what is wrong
         if (result.examples or 0) < 0:
             raise ValueError(f"examples of a result must be at least 0, got {result.examples}")
-        result.split()
+        parts = result.split()
+        if parts is not None and len(parts):
+            score, weight = parts.double().sum(dim=0)
+            found = float(result.finish(score / weight, cls.measure))
+            if not (math.isnan(found) or math.isclose(found, result.value, rel_tol=1e-3)):
+                raise ValueError(
+                    f"{cls.measure} of a result must be that of its parts, {found:g}, got {result.value:g}"
+                )
         return result
 
 
