@@ -79,6 +79,19 @@ def test_seeds_that_a_join_leaves_out_are_named(tmp_path: Path, capsys: pytest.C
         assert ("--seeds 2 takes them in" in " ".join(output.split())) == said
 
 
+@pytest.mark.parametrize("asked, said", [([], True), (["tra"], False)])
+def test_rows_that_a_join_leaves_out_are_named_unless_rows_were_asked_for(
+    asked: list[str], said: bool, tmp_path: Path, stored: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    with shown():
+        of_flip_flop(rows=("tra", "nope")).perform(
+            Request(tmp_path / "two", "smoke", attention=asked, train=False, join=[stored])
+        )
+    output = " ".join("".join(capsys.readouterr()).split())
+    assert ("--attention with all rows takes them in: rope" in output) == said
+
+
 def test_what_was_tuned_and_run_elsewhere_is_neither_tuned_nor_run_again(
     tmp_path: Path, run_here: list[list[Cell]]
 ) -> None:

@@ -22,10 +22,11 @@ def read_results(paths: Sequence[Path], grid: Grid) -> Results:
 
     A ValueError says which file is of something else, and why.
     """
-    found, more_seeds = Results(), set()
+    found, more_seeds, more_rows = Results(), set[int](), dict[str, None]()
     for path in paths:
         try:
-            more_seeds |= _add_file(read_json(path), grid, found)
+            seeds, others = _add_file(read_json(path), grid, found)
+            more_seeds, more_rows = more_seeds | seeds, more_rows | others
         except FileNotFoundError as error:
             raise ValueError(f"join must name files that exist, got {path}") from error
         except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
@@ -33,6 +34,9 @@ def read_results(paths: Sequence[Path], grid: Grid) -> Results:
             raise ValueError(f"join must name results of this experiment, but {path} differs: {reason}") from error
     if more_seeds:
         say(f"what is joined has more seeds than are shown; --seeds {max(more_seeds) + 1} takes them in")
+    if more_rows and list(grid.rows) == list(grid.every_row):
+        names = ", ".join(more_rows)
+        say(f"what is joined has rows that are left out; --attention with all rows takes them in: {names}")
     return found
 
 
@@ -91,15 +95,18 @@ def _without_repeats(sessions: Sequence[Session]) -> list[Session]:
     return [session for place, session in enumerate(sessions) if session not in sessions[:place]]
 
 
-def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]:
-    """Add the results of a file; returns its seeds that the grid does not have."""
+def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> tuple[set[int], dict[str, None]]:
+    """Add the results of a file; returns its seeds and its rows that the grid does not have."""
     rows = {label: row for row in grid.rows for label in (row.label, row.label + SECOND)}
     recipes: dict[Place, Recipe] = {}
     records: dict[RunKey, list[Record]] = {}
-    more_seeds = set()
+    more_seeds, more_rows = set[int](), dict[str, None]()
     for entry in stored["results"]:
         place, seed = Place(entry["column"], entry["attention"]), entry["seed"]
-        if place.column not in grid.columns or place.row not in rows:
+        if place.column not in grid.columns:
+            continue
+        if place.row not in rows:
+            more_rows[place.first_choice.row] = None
             continue
         if seed not in range(grid.seeds):
             more_seeds.add(seed)
@@ -138,7 +145,7 @@ def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> set[int]
     }
     asked |= {f"{place} (tuning)" for place in grid.places}
     found.failures |= {name: why for name, why in stored["failures"].items() if name in asked}
-    return more_seeds
+    return more_seeds, more_rows
 
 
 def _place_for(key: RunKey, of_run: Sequence[Record], found: Results, told: bool) -> RunKey | None:
