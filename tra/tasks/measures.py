@@ -119,10 +119,10 @@ class Result(ABC):
         parts = result.split()
         if parts is not None and len(parts):
             score, weight = parts.double().sum(dim=0)
-            found = float(result.finish(score / weight, cls.measure))
-            if not (math.isnan(found) or math.isclose(found, result.value, rel_tol=1e-3)):
+            of_parts = float(result.finish(score / weight, cls.measure))
+            if not (math.isnan(of_parts) or math.isclose(of_parts, result.value, rel_tol=1e-3)):
                 raise ValueError(
-                    f"{cls.measure} of a result must be that of its parts, {found:g}, got {result.value:g}"
+                    f"{cls.measure} of a result must be that of its parts, {of_parts:g}, got {result.value:g}"
                 )
         return result
 
