@@ -135,9 +135,9 @@ def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> tuple[se
     if not records:
         raise ValueError("it has none of the columns, rows and seeds that are asked for")
     for key, of_run in records.items():
-        place = _place_for(key, of_run, found, _records_hold(grid.tuned_fields(rows[key.row])))
-        if place is not None:
-            found.records[place] = of_run
+        kept_as = _place_for(key, of_run, found, _records_hold(grid.tuned_fields(rows[key.row])))
+        if kept_as is not None:
+            found.records[kept_as] = of_run
             found.recipes[key.column] = _recipe(stored["recipes"][key.column])
     found.sessions += map(Session.from_dict, stored["sessions"])
     asked = {
