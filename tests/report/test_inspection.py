@@ -121,8 +121,8 @@ def test_a_figure_in_every_format_and_no_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"figures must be one of pdf, png, svg, got 'gif'"):
         write_inspection(model, tokens, symbols, tmp_path / "out", ("gif",))
     assert not (tmp_path / "out").exists()
-    content = write_inspection(model, tokens, symbols, tmp_path / "out", ("svg", "pdf"))
-    assert content["attention"] == "rope"
+    found = write_inspection(model, tokens, symbols, tmp_path / "out", ("svg", "pdf"))
+    assert found.attention == "rope"
     made = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert made == ["attention.pdf", "attention.svg", "heads.json", "heads.md"]
 
@@ -131,6 +131,6 @@ def test_the_label_says_the_options_of_the_mechanism(tmp_path: Path, drawn: list
     config = DecoderConfig(
         vocabulary=7, layers=1, heads=1, width=8, attention="rope", attention_options={"theta": 10_000}
     )
-    content = write_inspection(Decoder(config).eval(), torch.arange(5), list("abcde"), tmp_path)
-    assert content["attention"] == "rope theta=10000"
+    found = write_inspection(Decoder(config).eval(), torch.arange(5), list("abcde"), tmp_path)
+    assert found.attention == "rope theta=10000"
     assert drawn[0].axes[0].get_title() == "rope theta=10000, layer 1, head 1"

@@ -1,7 +1,5 @@
 """What a page holds of a layer, and what is refused; what it shows of it is tested in a browser."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from tra.attention import MECHANISMS, Attention, Context, RotaryAttention
 from tra.model import Decoder, DecoderConfig
 from tra.report import explore, explorer, packing
 from tra.report.inspection import read_layer
-from tra.report.packing import Arrays, pack_layer, small_maps
+from tra.report.packing import Arrays, PackedLayer, pack_layer, small_maps
 
 
 @pytest.fixture
@@ -19,7 +17,7 @@ def long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MOST_WEIGHTS", 0)
 
 
-def packed(attention: Attention, length: int = 19) -> dict[str, Any]:
+def packed(attention: Attention, length: int = 19) -> PackedLayer:
     torch.manual_seed(5)
     layer = read_layer(0, attention.eval(), torch.randn(1, length, attention.width))
     return pack_layer(layer, attention.heads, Arrays())
@@ -34,16 +32,16 @@ class Halved(RotaryAttention):
 
 def test_weights_of_a_short_text_are_stored_and_those_of_a_long_one_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MOST_WEIGHTS", 2 * 19 * 20 // 2)
-    assert packed(RotaryAttention(16, 2), 19)["weights"]["length"] == 2 * 19 * 20 // 2
-    assert packed(RotaryAttention(16, 2), 20)["weights"] is None
+    assert packed(RotaryAttention(16, 2), 19).weights.length == 2 * 19 * 20 // 2
+    assert packed(RotaryAttention(16, 2), 20).weights is None
 
 
 @pytest.mark.usefixtures("long")
 def test_weights_are_stored_where_they_do_not_follow_from_what_the_rule_called() -> None:
-    assert packed(RotaryAttention(16, 2))["weights"] is None
+    assert packed(RotaryAttention(16, 2)).weights is None
     own = packed(Halved(16, 2))
-    assert own["weights"]["length"] == 2 * 19 * 20 // 2
-    assert own["query"] is not None, "scores are shown all the same"
+    assert own.weights.length == 2 * 19 * 20 // 2
+    assert own.query is not None, "scores are shown all the same"
 
 
 @pytest.mark.parametrize("attention", MECHANISMS)
@@ -65,14 +63,14 @@ def test_learned_thresholds_are_stored_in_place_of_the_weights(kind: str) -> Non
         for parameter in attention.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     found = packed(attention)
-    assert found["weights"] is None
-    assert found["threshold"]["length"] == 3 * 19
+    assert found.weights is None
+    assert found.threshold.length == 3 * 19
 
 
 @pytest.mark.usefixtures("long")
 def test_a_page_says_how_far_its_weights_may_be_off() -> None:
     torch.manual_seed(2)
-    assert 0 < packed(MECHANISMS["tra"](24, 3), 99)["error"] < 1e-5
+    assert 0 < packed(MECHANISMS["tra"](24, 3), 99).error < 1e-5
 
 
 def test_a_small_map_shows_the_greatest_weight_of_each_part_and_0_where_all_is_0() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tra.cli.parsing import Common, on_console, parse
 
@@ -46,7 +46,7 @@ HEALING = ("steps", "length", "batch", "learning_rate", "seed")
 
 def run(arguments: list[str]) -> int:
     options = parse(Adopt, arguments, "adopt")
-    given: dict[str, Any] = {
+    given = {
         entry.name: getattr(options, entry.name)
         for entry in fields(Adopt)
         if getattr(options, entry.name) != entry.default

@@ -1,7 +1,7 @@
 """`tra inspect`."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tra.cli.parsing import Common, parse
@@ -56,15 +56,15 @@ def run(arguments: list[str]) -> int:
     others = [] if options.beside is None else [load_run(options.beside)]
     try:
         if options.figures or not options.html:
-            content = write_inspection(found.model, tokens, symbols, folder, options.figures or ("png",))
+            written = write_inspection(found.model, tokens, symbols, folder, options.figures or ("png",))
         if options.html:
             page = explorer(found, *others, text=text, length=options.length)
             page.save(folder / PAGE)
-            content = write_heads(found.recipe.model.label, next(iter(page.heads.values())), symbols, folder)
+            written = write_heads(found.recipe.model.label, next(iter(page.heads.values())), symbols, folder)
     except OSError as error:
         raise RunError(f"could not write {folder}: {error.strerror or error}; --output names another folder") from error
     if options.json:
-        print(json.dumps(content, indent=2))
+        print(json.dumps(asdict(written), indent=2))
     else:
         print((folder / "heads.md").read_text())
         print(LEGEND)

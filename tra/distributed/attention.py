@@ -244,9 +244,8 @@ class _Sharded(Function):
         shards.wait(*sending)
         rows = walk.result()
         key, value = own.grad_key.to(inputs.key.dtype), own.grad_value.to(inputs.value.dtype)
-        gradients: dict[str, Any] = {"query": rows.query, "key": key, "value": value, "log_gate": rows.log_gate}
-        gradients["row_threshold"] = rows.row_threshold
-        return (None, None, None, None, *(gradients.get(name) for name in Inputs._fields))
+        gradients = Inputs(rows.query, key, value, rows.log_gate, None, None, None, rows.row_threshold, None)
+        return None, None, None, None, *gradients
 
 
 def _over_all_keys(

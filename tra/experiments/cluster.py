@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tra import plugins
 from tra.errors import Interrupted
@@ -17,6 +17,9 @@ from tra.lookup import lookup
 from tra.progress import progress, say
 from tra.recipes import Recipe
 from tra.runs.memory import reuse_memory
+
+if TYPE_CHECKING:
+    import submitit
 
 SHARED_OPTIONS = (
     "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout",
@@ -124,7 +127,7 @@ def make_executor(cluster: str, options: Mapping[str, Any], folder: Path) -> Any
     return executor
 
 
-def _still_there(cluster: str, logs: Path, folder: Path) -> dict[str, Any]:
+def _still_there(cluster: str, logs: Path, folder: Path) -> dict[str, "submitit.Job[None]"]:
     """The jobs that an earlier call left waiting or running, by the folders of their runs."""
     import submitit
 
@@ -133,7 +136,7 @@ def _still_there(cluster: str, logs: Path, folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     kind = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}[cluster]
-    found: dict[str, Any] = {run: kind(logs, number) for run, number in stored.items()}
+    found = {run: kind(logs, number) for run, number in stored.items()}
     return {run: job for run, job in found.items() if str(job.state).upper().startswith(ALIVE)}
 
 

@@ -16,7 +16,7 @@ def shrunk(recipe_of: RecipeOf) -> Callable[..., Recipe]:
         recipe = recipe_of(attention=attention)
         model = replace(recipe.model, layers=len(mechanism_names(attention)), heads=2, width=16)
         evaluations = tuple(replace(entry, examples=4) for entry in recipe.evaluations if entry.length <= 64)
-        return replace(recipe, model=model, length=8, evaluations=evaluations, **_short(recipe))
+        return _short(recipe, model=model, length=8, evaluations=evaluations)
 
     return smoke
 
@@ -26,17 +26,18 @@ def shrunk_text(recipe_of: RecipeOf) -> Callable[..., Recipe]:
 
     def smoke(attention: str = "tra") -> Recipe:
         recipe = recipe_of(attention=attention)
-        return replace(
+        return _short(
             recipe,
             model=DecoderConfig(vocabulary=300, layers=2, heads=2, width=16, attention=attention),
             task_options={**recipe.task_options, "tokenizer": "bpe-300"},
             length=16,
             evaluations=(Evaluation("valid", 16, 8), Evaluation("valid", 32, 4), Evaluation("valid", 32, 4, stride=8)),
-            **_short(recipe),
         )
 
     return smoke
 
 
-def _short(recipe: Recipe) -> dict[str, Any]:
-    return {"name": f"{recipe.name}-smoke", "steps": 4, "batch": 4, "checkpoint_every": 2, "log_every": 1}
+def _short(recipe: Recipe, **changes: Any) -> Recipe:
+    """The recipe with these changes, for a few steps."""
+    name = f"{recipe.name}-smoke"
+    return replace(recipe, name=name, steps=4, batch=4, checkpoint_every=2, log_every=1, **changes)

@@ -2,9 +2,8 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,12 +98,12 @@ def explore(models: Mapping[str, Decoder], tokens: Tensor, symbols: Sequence[str
     check_length(attentions, len(tokens))
     heads = sum(attention.heads for attention in attentions)
     found: dict[str, list[Head]] = {label: [] for label in models}
-    packed: list[dict[str, Any]] = []
+    packed = []
     for label, model in models.items():
         layers = []
         for layer in read_layers(model, tokens):
             found[label] += layer.heads
-            layers.append(pack_layer(layer, heads, arrays))
+            layers.append(asdict(pack_layer(layer, heads, arrays)))
         packed.append({"label": label, "layers": layers})
     data = {
         "tra": __version__,

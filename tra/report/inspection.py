@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ class Head:
     """Within so many tokens lies 90% of the weight of half the queries; 1 is the query's own token."""
     gate: tuple[float, ...] | None
     """The 10%, 50% and 90% quantiles of the gate, 1 for no decay with distance; None without a gate."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `heads.json` holds."""
+
+    attention: str
+    tokens: list[str]
+    heads: list[Head]
 
 
 class LayerOnSequence(NamedTuple):
@@ -125,7 +134,7 @@ def heads_table(heads: Sequence[Head]) -> Table:
 
 def write_inspection(
     model: Decoder, tokens: Tensor, symbols: Sequence[str], folder: Path, formats: Sequence[str] = ("png",)
-) -> dict[str, Any]:
+) -> Inspection:
     """`attention` in each format, `heads.md` and `heads.json` of a model on one sequence."""
     if len(tokens) > MOST_TOKENS:
         raise ValueError(
@@ -142,9 +151,9 @@ def write_inspection(
     return write_heads(label, heads, symbols, folder)
 
 
-def write_heads(label: str, heads: Sequence[Head], symbols: Sequence[str], folder: Path) -> dict[str, Any]:
-    """`heads.md` and `heads.json`; returns what the latter holds."""
-    content = {"attention": label, "tokens": list(symbols), "heads": [asdict(head) for head in heads]}
+def write_heads(label: str, heads: Sequence[Head], symbols: Sequence[str], folder: Path) -> Inspection:
+    """`heads.md` and `heads.json`."""
+    found = Inspection(label, list(symbols), list(heads))
     write_text(folder / "heads.md", heads_table(heads).markdown())
-    write_json(folder / "heads.json", content)
-    return content
+    write_json(folder / "heads.json", asdict(found))
+    return found

@@ -12,8 +12,7 @@ large is refused.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from tra.attention import Attention
 from tra.attention.context import Terms
 from tra.ops.threshold_relative.reference import attention_terms, softmax_terms
 from tra.report.colours import SMALLEST_SHOWN
-from tra.report.inspection import LayerOnSequence
+from tra.report.inspection import Head, LayerOnSequence
 
 MOST_NUMBERS = 1 << 22
 """Of queries and keys, or of weights, that a page may hold: 16 MB."""
@@ -37,21 +36,69 @@ OTHERS = 1e-3
 """Of the queries, as many may have a score that lies within rounding of the threshold."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies in the page."""
+
+    type: str
+    at: int
+    """In bytes."""
+    length: int
+    """Its numbers."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What besides queries and keys the weights follow from, and how well they do."""
+
+    error: float
+    """How far off they are at most, where they follow."""
+    others: int
+    """Queries for which they do not: a score lies within rounding of the threshold."""
+    by_distance: Tensor | None = None
+    """A bias ``[H, L]`` of the distance."""
+    by_key: Tensor | None = None
+    """A bias ``[H, L]`` of the key."""
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """What a page holds of a layer; rows.js reads it."""
+
+    heads: list[Head]
+    small: Place
+    gates: Place | None
+    weights: Place | None = None
+    """None where the page computes them."""
+    query: Place | None = None
+    key: Place | None = None
+    scale: float | None = None
+    threshold: Place | float | None = None
+    log_gate: Place | None = None
+    by_distance: Place | None = None
+    by_key: Place | None = None
+    error: float = 0.0
+    others: int = 0
+
+
 class Arrays:
-    """Numbers one after another, each array at a multiple of 8 bytes; what is added is known by where it lies."""
+    """Numbers one after another, each array at a multiple of 8 bytes."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.size = 0
 
-    def add(self, values: Tensor) -> dict[str, Any]:
+    def add(self, values: Tensor) -> Place:
         values = values.detach().cpu().contiguous()
         content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
-        place = {"type": str(values.dtype).removeprefix("torch."), "at": self.size, "length": values.numel()}
+        place = Place(str(values.dtype).removeprefix("torch."), self.size, values.numel())
         padded = content + bytes(-len(content) % 8)
         self.parts.append(padded)
         self.size += len(padded)
         return place
+
+    def add_if_any(self, values: Tensor | None) -> Place | None:
+        return None if values is None else self.add(values)
 
     @property
     def content(self) -> bytes:
@@ -65,38 +112,32 @@ def check_length(attentions: Sequence[Attention], tokens: int) -> None:
         raise ValueError(f"text must have at most {MOST_NUMBERS // per_token:,} tokens here, got {tokens:,}")
 
 
-def pack_layer(layer: LayerOnSequence, heads_in_page: int, arrays: Arrays) -> dict[str, Any]:
+def pack_layer(layer: LayerOnSequence, heads_in_page: int, arrays: Arrays) -> PackedLayer:
     """What a page of so many heads needs of one layer; its numbers go to ``arrays``."""
-    weights, gates, length = layer.weights, layer.gates, layer.weights.shape[1]
+    weights, length = layer.weights, layer.weights.shape[1]
     if not weights.isfinite().all():
         number = layer.heads[0].layer
         raise ValueError(f"model must have finite attention weights, those of layer {number} are not")
-    packed: dict[str, Any] = {
-        "heads": [asdict(head) for head in layer.heads],
-        "small": arrays.add(small_maps(weights)),
-        "gates": None if gates is None else arrays.add(gates),
-        "weights": None,
-        "error": 0.0,
-        "others": 0,
-    }
+    packed = PackedLayer(layer.heads, arrays.add(small_maps(weights)), arrays.add_if_any(layer.gates))
     terms = layer.terms[0] if len(layer.terms) == 1 else None
     if terms is not None:
         threshold = terms.threshold
         if isinstance(threshold, Tensor):
             threshold = threshold.float().expand(1, *terms.query.shape[1:3])
-        packed |= {
-            "query": arrays.add(terms.query.float()),
-            "key": arrays.add(terms.key.float()),
-            "scale": terms.scale,
-            "threshold": arrays.add(threshold) if isinstance(threshold, Tensor) else threshold,
-            "log_gate": None if terms.log_gate is None else arrays.add(terms.log_gate.float()),
-        }
+        packed = replace(
+            packed,
+            query=arrays.add(terms.query.float()),
+            key=arrays.add(terms.key.float()),
+            scale=terms.scale,
+            threshold=arrays.add(threshold) if isinstance(threshold, Tensor) else threshold,
+            log_gate=None if terms.log_gate is None else arrays.add(terms.log_gate.float()),
+        )
     pairs = heads_in_page * length * (length + 1) // 2
     if pairs > MOST_WEIGHTS:
         rule = None if terms is None else _rule(terms, weights)
         if rule is not None:
-            stored = {name: arrays.add(x) if isinstance(x, Tensor) else x for name, x in rule.items()}
-            return packed | stored
+            by_distance, by_key = map(arrays.add_if_any, (rule.by_distance, rule.by_key))
+            return replace(packed, by_distance=by_distance, by_key=by_key, error=rule.error, others=rule.others)
         if pairs > MOST_NUMBERS:
             most = math.isqrt(2 * MOST_NUMBERS // heads_in_page)
             raise ValueError(
@@ -104,7 +145,7 @@ def pack_layer(layer: LayerOnSequence, heads_in_page: int, arrays: Arrays) -> di
                 f"of a mechanism that they cannot be computed from queries and keys for, got {length:,}"
             )
     row, column = torch.tril_indices(length, length)
-    return packed | {"weights": arrays.add(weights[:, row, column])}
+    return replace(packed, weights=arrays.add(weights[:, row, column]))
 
 
 def small_maps(weights: Tensor) -> Tensor:
@@ -118,21 +159,19 @@ def small_maps(weights: Tensor) -> Tensor:
     return torch.where(size == 0, 0, 1 + (254 * share).round()).to(torch.uint8)
 
 
-def _rule(terms: Terms, weights: Tensor) -> dict[str, Any] | None:
-    """With what bias of the distance or of the key the rule above gives these weights, how far off they are at most
-    where it does, and for how many queries it does not: their scores lie within rounding of the threshold. None where
-    it is another rule."""
+def _rule(terms: Terms, weights: Tensor) -> Rule | None:
+    """With what bias of the distance or of the key the rule above gives these weights; None where it does not."""
     heads, length = weights.shape[:2]
     visible = torch.ones(length, length, dtype=torch.bool).tril()
     query, key = terms.query.float().double().cpu(), terms.key.float().double().cpu()
     gate = query.new_zeros(query.shape[:3]) if terms.log_gate is None else terms.log_gate.double().cpu()
     threshold = torch.as_tensor(-math.inf if terms.threshold is None else terms.threshold).double().cpu()
     threshold = threshold.expand(query.shape[:3])
-    found: dict[str, Any] = {}
+    by_distance, by_key = None, None
     if terms.bias is not None:
         bias = terms.bias.double().cpu().reshape((1,) * (4 - terms.bias.dim()) + terms.bias.shape)[0]
-        found = _decomposed(bias.expand(-1, length, length))
-        if not found:
+        by_distance, by_key = _decomposed(bias.expand(-1, length, length))
+        if by_distance is None and by_key is None:
             return None
     error, others = 0.0, 0
     for head, matrix in enumerate(weights):
@@ -146,11 +185,11 @@ def _rule(terms: Terms, weights: Tensor) -> dict[str, Any] | None:
         agrees = off <= SAME
         others += int((~agrees).sum())
         error = max(error, float((off * agrees).max()))
-    return {**found, "error": error, "others": others} if others <= OTHERS * heads * length else None
+    return Rule(error, others, by_distance, by_key) if others <= OTHERS * heads * length else None
 
 
-def _decomposed(bias: Tensor) -> dict[str, Any]:
-    """A bias ``[H, L, L]`` as one of the distance, or of the key alone; nothing where it is neither.
+def _decomposed(bias: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """A bias ``[H, L, L]`` as one ``[H, L]`` of the distance, or as one of the key alone; neither where it is neither.
 
     What is added to a whole row changes nothing. Both are read off the last row.
     """
@@ -158,10 +197,13 @@ def _decomposed(bias: Tensor) -> dict[str, Any]:
     back = (torch.arange(last.shape[1])[:, None] - torch.arange(last.shape[1])).clamp(min=0)
     visible = torch.ones_like(back, dtype=torch.bool).tril()
     by_distance = last.flip(-1).contiguous()
-    for name, stored, model in (("by_distance", by_distance, by_distance[:, back]), ("by_key", last, last[:, None])):
+
+    def is_all(model: Tensor) -> bool:
         rest = bias - model
         highest = rest.masked_fill(~visible, -math.inf).amax(-1)
         lowest = rest.masked_fill(~visible, math.inf).amin(-1)
-        if bool((highest - lowest <= SAME * (1 + bias.abs().amax() * 1e-2)).all()):
-            return {name: stored}
-    return {}
+        return bool((highest - lowest <= SAME * (1 + bias.abs().amax() * 1e-2)).all())
+
+    if is_all(by_distance[:, back]):
+        return by_distance, None
+    return None, last if is_all(last[:, None]) else None
