@@ -93,7 +93,8 @@ class TileVisitor {
     // of at most `chain` terms.
     template <int kStride, int kCount>
     void products(const float* lanes, int64_t width, int64_t chain, const float* rows, int64_t first, float* to) {
-        for (int64_t k = first; k < tile_.count; k += kKeys) {
+        const int64_t count = tile_.count;
+        for (int64_t k = first; k < count; k += kKeys) {
             int64_t d = 0;
             do {  // once even without components: their sum is 0
                 multiply<kCount, kStride, false>(
@@ -115,15 +116,16 @@ class TileVisitor {
     void add_keys(uint64_t active, int64_t begin, int64_t end, const float* weights, const float* rows, int64_t stride,
                   float* results) {
         constexpr Onto onto = kMode == Mode::kForward ? Onto::kTotal : Onto::kSum;
+        const int64_t width = groups_.result_width;
         for (int lane = 0; lane < kLanes; lane += kKeys, active >>= kKeys) {
             if (!(active & ((1u << kKeys) - 1))) continue;
             Terms terms{end - begin, rows + begin * stride, stride, weights + begin * kLanes + lane, kLanes};
-            float* to = results + lane * groups_.result_width;
+            float* to = results + lane * width;
             int64_t d = 0;
-            for (; d + kLanes <= groups_.result_width; d += kLanes, terms.a += kLanes)
-                multiply<kVectors, 1, false>(terms, to + d, groups_.result_width, onto);
-            for (; d < groups_.result_width; d += kWidth, terms.a += kWidth)
-                multiply<1, 1, false>(terms, to + d, groups_.result_width, onto);
+            for (; d + kLanes <= width; d += kLanes, terms.a += kLanes)
+                multiply<kVectors, 1, false>(terms, to + d, width, onto);
+            for (; d < width; d += kWidth, terms.a += kWidth)
+                multiply<1, 1, false>(terms, to + d, width, onto);
         }
     }
 
@@ -144,13 +146,14 @@ class TileVisitor {
         const Ints position = load(lanes.position + at), segment = load(lanes.segment + at);
         Floats largest = {};  // magnitude of a score
         Floats count = load(lanes.count + at);
-        Rule<kMode, kDrops, kStraight> rule(plan_, tile_, part.begin, part.grads, lanes, at);
+        const Tile& tile = tile_;
+        Rule<kMode, kDrops, kStraight> rule(plan_, tile, part.begin, part.grads, lanes, at);
         for (int64_t k = part.begin; k < part.end; k++) {
             float* place = part.weights + k * kLanes + at;
             Floats score = load(place) * scale;
             Truth visible = kEverywhere, keep = greater(score, threshold);
             if (kMasked) {
-                visible = both(at_least(position, splat(tile_.index[k])), equal(segment, splat(tile_.segment[k])));
+                visible = both(at_least(position, splat(tile.index[k])), equal(segment, splat(tile.segment[k])));
                 keep = both(keep, visible);
             }
             const Truth counts = both(keep, less(count, limit));
