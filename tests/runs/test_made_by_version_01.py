@@ -15,8 +15,7 @@ from tra.runs import evaluate, load_run, train
 from tra.tasks import ExactMatch
 
 MADE = Path(__file__).parent / "version_01"
-"""The folder of ``tra reproduce figure1 --scale smoke --seeds 1 --attention tra``, with one run, of 41,000 bytes of
-weights and moments at each of two checkpoints."""
+"""The folder of ``tra reproduce figure1 --scale smoke --seeds 1``, stopped after its first run."""
 RUN = Path("runs", "flip_flop", "tra", "0")
 
 
@@ -60,14 +59,30 @@ def test_stopped_half_way_it_ends_with_the_weights_it_had(made: Path) -> None:
         torch.testing.assert_close(tensor, then[name], rtol=1e-4, atol=1e-6)
 
 
-def test_an_experiment_takes_it_for_its_own_and_reports_it(made: Path) -> None:
-    def as_stored(attention: str) -> Recipe:
-        return load_run(made / RUN).recipe
+def as_stored(attention: str) -> Recipe:
+    return load_run(MADE / RUN).recipe
 
-    outcome = reproduce(Experiment({"smoke": {"flip_flop": as_stored}}, ["tra"]), made, scale="smoke", train=False)
+
+SAME = Experiment({"smoke": {"flip_flop": as_stored}}, ["tra"])
+"""What version 0.1 was asked for."""
+
+
+def test_an_experiment_takes_it_for_its_own_and_reports_it(made: Path) -> None:
+    outcome = reproduce(SAME, made, scale="smoke", train=False)
     assert [record.result.set for record in outcome.records] == ["iid", "sparse", "dense"]
     assert "| tra | 0.00 [0.00, 0.60] | 0.25 [" in (made / "table.md").read_text()
     assert "flip_flop" in (made / "report.html").read_text()
+    (session,) = json.loads((made / "results.json").read_text())["sessions"]
+    assert (session["environment"]["tra"], session["trained"]) == ("0.1.0", 1)
+
+
+def test_its_results_can_be_joined(tmp_path: Path) -> None:
+    outcome = reproduce(SAME, tmp_path, scale="smoke", train=False, join=[MADE / "results.json"])
+    stored = json.loads((MADE / RUN / "results.json").read_text())["results"]
+    assert [(record.result.set, record.result.value) for record in outcome.records] == [
+        (one["set"], one["exact_match"]) for one in stored
+    ]
+    assert not any(record.tuned for record in outcome.records)
 
 
 def test_commands_read_it(made: Path, capsys: Captured) -> None:

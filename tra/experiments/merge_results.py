@@ -99,6 +99,7 @@ def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> tuple[se
     """Add the results of a file; returns its seeds and its rows that the grid does not have."""
     rows = {label: row for row in grid.rows for label in (row.label, row.label + SECOND)}
     recipes: dict[Place, Recipe] = {}
+    in_column: dict[str, Recipe] = {}
     records: dict[RunKey, list[Record]] = {}
     more_seeds, more_rows = set[int](), dict[str, None]()
     for entry in stored["results"]:
@@ -112,12 +113,15 @@ def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> tuple[se
             more_seeds.add(seed)
             continue
         if place not in recipes:
-            _check_column(stored["recipes"][place.column], grid, place.column)
+            in_column[place.column] = _recipe(stored["recipes"][place.column])
+            _check_column(in_column[place.column], grid, place.column)
             recipes[place] = grid.recipe(place.column, rows[place.row], 0)
         recipe = recipes[place]
         task = recipe.build_task()
-        result, settings = task.measure.from_dict(entry), (entry["learning_rate"], entry["options"])
-        record = Record(*place, seed, recipe.length, task.unit, result, entry["tuned"], *settings)
+        result, rate = task.measure.from_dict(entry), entry["learning_rate"]
+        # Version 0.1 stored neither: the options were those of the column, and tuning was an experiment of its own.
+        options = entry["options"] if "options" in entry else in_column[place.column].model.attention_options
+        record = Record(*place, seed, recipe.length, task.unit, result, entry.get("tuned", False), rate, options)
         _check_settings(record, recipe, grid.tuned_fields(rows[place.row]))
         records.setdefault(RunKey(*place, seed), []).append(record)
     for key, of_run in records.items():
@@ -138,7 +142,7 @@ def _add_file(stored: Mapping[str, Any], grid: Grid, found: Results) -> tuple[se
         kept_as = _place_for(key, of_run, found, _records_hold(grid.tuned_fields(rows[key.row])))
         if kept_as is not None:
             found.records[kept_as] = of_run
-            found.recipes[key.column] = _recipe(stored["recipes"][key.column])
+            found.recipes[key.column] = in_column[key.column]
     found.sessions += map(Session.from_dict, stored["sessions"])
     asked = {
         str(RunKey(column, label, seed)) for column in grid.columns for label in rows for seed in range(grid.seeds)
@@ -184,9 +188,8 @@ def _recipe(stored: Mapping[str, Any]) -> Recipe:
     return Recipe.from_json(json.dumps(stored))
 
 
-def _check_column(stored: Mapping[str, Any], grid: Grid, column: str) -> None:
+def _check_column(theirs: Recipe, grid: Grid, column: str) -> None:
     """Raise a ValueError unless the recipe that is stored for a column is that of one of our rows."""
-    theirs = _recipe(stored)
     different: list[str] = []
     for row in grid.every_row:
         ours = grid.recipe(column, row, theirs.seed)
