@@ -4,11 +4,12 @@ import io
 import itertools
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.cli.calling import without_plugins
 from tests.experiments.small import files_below, flip_flop
 from tra import plugins
 from tra.attention import MECHANISMS
@@ -91,10 +93,14 @@ TASKS = {"killed": Killed, "watched": Watched}
 '''
 
 
+def load_troubled(folder: Path) -> None:
+    (folder / "troubled.py").write_text(TROUBLED)
+    plugins.load(str(folder / "troubled.py"))
+
+
 @pytest.fixture
 def troubled(tmp_path: Path) -> None:
-    (tmp_path / "troubled.py").write_text(TROUBLED)
-    plugins.load(str(tmp_path / "troubled.py"))
+    load_troubled(tmp_path)
 
 
 def cell(folder: Path, seed: int = 0, **changes: Any) -> Cell:
@@ -140,32 +146,48 @@ def test_every_column_is_trained_and_measured(tmp_path: Path, column: str) -> No
     check_measured(one)
 
 
-def test_results_are_those_of_a_finished_run_of_this_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = cell(tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Cell:
+    one = cell(tmp_path_factory.mktemp("trained"))
     assert one.results() is None
     assert one.run.steps_done() == 0
     run_cell(one)
-    found = one.results()
-    assert found is not None
-    assert [result.length for result in found] == [8, 16]
-    assert cell(tmp_path, learning_rate=0.5).results() is None
-    assert cell(tmp_path, model=replace(flip_flop().model, width=32)).results() is None
-    with monkeypatch.context() as patch:
-        patch.setattr(FlipFlop, "version", FlipFlop.version + 1)
-        assert one.results() is None
-    assert one.results() == found
+    return one
 
-    stored = one.folder / "results.json"
-    whole = stored.read_text()
-    stored.write_text(json.dumps({**json.loads(whole), "step": 3}))
-    assert one.results() is None
-    stored.unlink()
-    assert one.results() is None
-    stored.write_text(whole)
-    (one.folder / "recipe.json").write_text("{")
-    assert one.results() is None
-    (one.folder / "recipe.json").unlink()
-    assert one.results() is None
+
+@pytest.fixture
+def finished(trained: Cell, tmp_path: Path) -> Cell:
+    """A copy, to be changed."""
+    shutil.copytree(trained.folder, tmp_path / "0")
+    return cell(tmp_path)
+
+
+def test_results_are_those_of_a_finished_run(finished: Cell) -> None:
+    assert [result.length for result in finished.results() or []] == [8, 16]
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 0.5}, {"model": replace(flip_flop().model, width=32)}])
+def test_another_recipe_has_no_results_there(finished: Cell, change: dict[str, Any]) -> None:
+    assert cell(finished.folder.parent, **change).results() is None
+
+
+def test_results_are_of_the_tasks_version(finished: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlipFlop, "version", FlipFlop.version + 1)
+    assert finished.results() is None
+
+
+def test_results_before_the_last_step_do_not_count(finished: Cell) -> None:
+    stored = finished.folder / "results.json"
+    stored.write_text(json.dumps({**json.loads(stored.read_text()), "step": 3}))
+    assert finished.results() is None
+
+
+@pytest.mark.parametrize("name, damage", [("results.json", None), ("recipe.json", "{"), ("recipe.json", None)])
+def test_a_run_whose_files_are_gone_or_damaged_has_no_results(finished: Cell, name: str, damage: str | None) -> None:
+    (finished.folder / name).unlink()
+    if damage is not None:
+        (finished.folder / name).write_text(damage)
+    assert finished.results() is None
 
 
 def test_a_run_of_a_plugin_that_is_not_loaded_is_not_a_run_of_this_recipe(tmp_path: Path) -> None:
@@ -259,47 +281,55 @@ def test_gpus_are_those_that_may_be_seen(
     assert gpus() == devices
 
 
-@pytest.mark.usefixtures("troubled")
-def test_jobs_run_at_the_same_time_share_threads_and_gpus_and_are_shown_in_one_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("tra.experiments.local_jobs.SECONDS_BETWEEN_LOOKS", 0.05)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    screen = console()
-    cells = [
-        cell(tmp_path, seed, task="watched", task_options={"place": str(tmp_path / str(seed))}) for seed in range(4)
-    ]
-    with shown(screen):
-        run_all(cells, 2)
-    assert all(one.results() is not None for one in cells)
-    seen = [
-        {
-            **json.loads((tmp_path / f"start-{seed}.json").read_text()),
-            **json.loads((tmp_path / f"stop-{seed}.json").read_text()),
-        }
-        for seed in range(4)
-    ]
-    assert [entry["threads"] for entry in seen] == [3] * 4
-    assert {entry["device"] for entry in seen[:2]} == {"0", "1"} == {entry["device"] for entry in seen}
-    changes = sorted(itertools.chain(*([(entry["start"], 1), (entry["stop"], -1)] for entry in seen)))
-    at_a_time = list(itertools.accumulate(change for _, change in changes))
-    assert max(at_a_time) == 2
+@dataclass(frozen=True)
+class Jobs:
+    """Four runs, two at a time: what each saw, and what the console was told."""
 
-    lines = [line for line in text_of(screen).splitlines() if line.startswith("4 runs: ")]
+    seen: list[dict[str, Any]]
+    lines: list[str]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    folder, screen = tmp_path_factory.mktemp("jobs"), console()
+    with without_plugins(), pytest.MonkeyPatch.context() as patch, shown(screen):
+        load_troubled(folder)
+        cells = [cell(folder, n, task="watched", task_options={"place": str(folder / str(n))}) for n in range(4)]
+        patch.setattr("tra.progress.SECONDS_BETWEEN_LINES", 0.0)
+        patch.setattr("tra.experiments.local_jobs.SECONDS_BETWEEN_LOOKS", 0.05)
+        patch.setattr(torch, "get_num_threads", lambda: 6)
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        patch.setattr(torch.cuda, "device_count", lambda: 3)
+        run_all(cells, 2)
+        assert all(one.results() is not None for one in cells)
+    seen: list[dict[str, Any]] = [{} for _ in cells]
+    for seed, what in itertools.product(range(4), ("start", "stop")):
+        seen[seed] |= json.loads((folder / f"{what}-{seed}.json").read_text())
+    return Jobs(seen, [line for line in text_of(screen).splitlines() if line.startswith("4 runs: ")])
+
+
+def test_jobs_share_threads_and_gpus(jobs: Jobs) -> None:
+    assert [entry["threads"] for entry in jobs.seen] == [3] * 4
+    assert {entry["device"] for entry in jobs.seen[:2]} == {"0", "1"} == {entry["device"] for entry in jobs.seen}
+
+
+def test_so_many_jobs_run_at_a_time(jobs: Jobs) -> None:
+    changes = sorted(itertools.chain(*([(entry["start"], 1), (entry["stop"], -1)] for entry in jobs.seen)))
+    assert max(itertools.accumulate(change for _, change in changes)) == 2
+
+
+def test_one_line_tells_of_all_jobs(jobs: Jobs) -> None:
     shape = r"4 runs: step (\d+)/16, training (\d), measuring (\d), waiting (\d)(.*)$"
-    told = [re.match(shape, line) for line in lines]
-    assert all(told), lines
-    counts = [(int(match[2]) + int(match[3]), int(match[4])) for match in told if match]
+    told = [match for line in jobs.lines if (match := re.match(shape, line))]
+    assert len(told) == len(jobs.lines), jobs.lines
+    counts = [(int(match[2]) + int(match[3]), int(match[4])) for match in told]
     assert (2, 2) in counts
     assert counts[-1] == (0, 0)
     assert all(running <= 2 for running, _ in counts)
-    done = [int(match[1]) for match in told if match]
+    done = [int(match[1]) for match in told]
     assert done == sorted(done)
     assert done[-1] == 16
-    assert any(re.fullmatch(r", [\d.e+]+ steps/s, \d+ s left", match[5]) for match in told if match)
+    assert any(re.fullmatch(r", [\d.e+]+ steps/s, \d+ s left", match[5]) for match in told)
 
 
 def test_nothing_is_said_unless_somebody_looks_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
