@@ -242,8 +242,8 @@ class ContextParallel:
         if segment_ids is not None:
             ids = self._gathered(segment_ids.long(), layout)
             layout.segments = ids.unique(return_inverse=True)[1].int()
-            place = torch.arange(layout.length).expand_as(ids)
-            first = torch.full((batch, int(layout.segments.max()) + 1), layout.length)
+            place = torch.arange(layout.length, device=ids.device).expand_as(ids)
+            first = place.new_full((batch, int(layout.segments.max()) + 1), layout.length)
             first.scatter_reduce_(1, layout.segments.long(), place, "amin")
             layout.starts = first.gather(1, layout.segments.long()).int()
         return layout
