@@ -24,6 +24,7 @@ from tra.hub.adapters import tell_peft
 from tra.hub.adopted_attention import NAME, Options, TraGates, before_attention, before_body
 from tra.hub.config import MODULE, NeverCopied, leads_to
 from tra.hub.modeling import mark_as_drawn
+from tra.runs.folder import PRETRAINED, RECIPE
 
 if TYPE_CHECKING:
     from tra.hub.healing import Healing
@@ -164,7 +165,7 @@ def adopt_folder(model: str | Path, folder: str | Path, healing: "Healing | None
 
 def _loaded(model: str | Path) -> Any:
     """The model of a folder or of the hub; a run of this package is refused, because it is no model of transformers."""
-    if (Path(model) / "recipe.json").is_file() or str(model).startswith("pretrained:"):  # as tra.runs knows a run
+    if (Path(model) / RECIPE).is_file() or str(model).startswith(PRETRAINED):
         raise ValueError(
             f"model must be one of transformers, but {model} is a run of this package, whose attention is chosen when "
             "it is trained: tra train RECIPE --attention tra"
